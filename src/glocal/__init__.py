@@ -48,6 +48,7 @@ _HOMES = {
     "federate.records": ("RoundRecord",),
     "federate.result": ("Result", "load"),
     "federate.run": ("Run",),
+    "federate.warm_groups": ("warm_start_groups",),
     "personalize.advisor": ("Advice", "Budget", "AdvisorConfig", "advise"),
     "personalize.mixing": ("alphas_of", "tune_alphas"),
     "personalize.onboarding": ("TrainedFederation", "JoinPlan", "join"),

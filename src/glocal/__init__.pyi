@@ -71,6 +71,7 @@ from glocal.federate.records import RoundRecord as RoundRecord
 from glocal.federate.result import Result as Result
 from glocal.federate.result import load as load
 from glocal.federate.run import Run as Run
+from glocal.federate.warm_groups import warm_start_groups as warm_start_groups
 from glocal.personalize.advisor.budget import Budget as Budget
 from glocal.personalize.advisor.search import Advice as Advice
 from glocal.personalize.advisor.search import AdvisorConfig as AdvisorConfig

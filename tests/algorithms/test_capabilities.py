@@ -1,84 +1,117 @@
-"""Capabilities of an algorithm are data on it: its name decides nothing."""
+"""Capabilities of an algorithm are data on it, or found by trial: its name decides nothing."""
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 
-import glocal
-from glocal import algorithms
-from glocal.algorithms.contract import freeze_shared, unweighted
-from glocal.algorithms.privacy import DifferentialPrivacy, with_differential_privacy
+from glocal.algorithms import FedAvg
+from glocal.algorithms.adapt_only import AdaptOnly
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of
+from glocal.core.optimizers import SGD
+from glocal.core.task import classification
 from glocal.deploy.project import Project
+from glocal.federate.rounds import needs_single_uploads
 from glocal.report import write_report
 from glocal.studies import run_study
 from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import from_dict
+from glocal.wire import Aggregation, Mean, Median
 from tests.support import deployed, world
 
 PRIVACY = "\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n"
 OWN = """
-from glocal import algorithms
+from glocal import FedAvg, State
 
-def median(shared, uploads, weights):
-    return {{name: tensor.median(0).values for name, tensor in uploads.items()}}
+class Own(FedAvg):
+    pass
 
-def own(objective, optimizer):
-    fedavg = algorithms.fedavg(objective, optimizer)
-    return fedavg._replace({changes})
+class Silent(FedAvg):
+    def init(self, params):
+        return State(shared={}, private=params)
 """
 
 
-def median(shared, uploads, weights):
-    return {name: tensor.median(0).values for name, tensor in uploads.items()}
+@dataclass(frozen=True)
+class Largest:
+    """An aggregation of the user's own: the largest value of every coordinate."""
+
+    is_mean: ClassVar[bool] = False
+
+    def weights(self, num_examples):
+        return torch.ones_like(num_examples, dtype=torch.float64)
+
+    def reduce(self, messages, weights):
+        return {name: tensor.amax(0) for name, tensor in messages.items()}
 
 
-def example(name):
-    return world.algorithm(name, world.seeded(world.plain))
+class Curious(FedAvg):
+    """Looks at single uploads."""
+
+    def server_update(self, shared, server, uploads):
+        doubled = uploads.aggregate(lambda upload, sent, profile: trees.scale(2.0, upload))
+        return trees.add(shared, doubled), server
 
 
-def averages(algorithm, weights):
-    """Whether the server computes the weighted mean of random uploads."""
-    shared = algorithm.init(params_of(world.seeded(world.plain)))[0]
-    uploads = {name: torch.randn(len(weights), *tensor.shape) for name, tensor in shared.items()}
-    aggregated = algorithm.aggregate(shared, uploads, weights)
-    return world.distance(aggregated, trees.mean(uploads, weights)) < 1e-6
+def example(name, **settings):
+    return world.algorithm(name, world.seeded(world.plain), **settings)
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
-def test_is_mean_is_true_exactly_where_the_server_averages(name):
-    assert example(name).is_mean == averages(example(name), torch.tensor([3, 1, 8]))
+@pytest.mark.quick
+@pytest.mark.parametrize("aggregation", [Mean(), Mean(by="clients"), Median(), Largest()])
+def test_is_mean_is_true_exactly_where_the_result_is_the_weighted_mean(aggregation):
+    messages = {"w": torch.randn(3, 5, dtype=torch.float64)}
+    weights = aggregation.weights(torch.tensor([3, 1, 8]))
+    gap = world.distance(aggregation.reduce(messages, weights), trees.mean(messages, weights))
+    assert isinstance(aggregation, Aggregation)
+    assert aggregation.is_mean == (gap < 1e-12)
 
 
-def test_the_library_has_algorithms_of_both_kinds():
-    assert {example(name).is_mean for name in algorithms.__all__} == {True, False}
+def needs_each(algorithm):
+    return needs_single_uploads(algorithm, algorithm.task.initial_params())
 
 
-def test_an_algorithm_of_ones_own_has_is_mean_false_by_default():
-    own = example("fedavg")
-    assert not glocal.Algorithm(*own[:5]).is_mean
+@pytest.mark.quick
+@pytest.mark.parametrize("name", world.NAMES)
+def test_every_algorithm_with_a_mean_needs_no_single_upload(name):
+    assert not needs_each(example(name))
 
 
-def test_wrappers_set_is_mean_correctly():
-    fedavg, mtl, lg = example("fedavg"), example("mtl"), example("lg_fedavg")
-    assert with_differential_privacy(fedavg, DifferentialPrivacy(1.0, 1.0)).is_mean
-    assert unweighted(fedavg).is_mean
-    assert averages(unweighted(fedavg), torch.ones(3, dtype=torch.int64))
-    assert not unweighted(mtl).is_mean
-    assert not freeze_shared(lg).is_mean
+@pytest.mark.quick
+@pytest.mark.parametrize("aggregation", [Median(), Largest()])
+def test_an_aggregation_that_is_no_mean_needs_each_upload(aggregation):
+    assert needs_each(example("fedavg", aggregation=aggregation))
 
 
-def test_noise_is_refused_where_the_server_does_not_average():
-    """There an upload is no new value of the shared part, so its distance has no meaning."""
-    with pytest.raises(InputError, match=r"^privacy: .*'mtl'.*is_mean"):
-        with_differential_privacy(example("mtl"), DifferentialPrivacy(1.0, 1.0))
+@pytest.mark.quick
+def test_a_server_that_looks_at_single_uploads_is_found_by_trial():
+    task = classification(world.seeded(world.plain))
+    curious = Curious(task, optimizer=SGD(lr=0.1))
+    assert needs_each(curious)
+    assert not needs_each(FedAvg(task, optimizer=SGD(lr=0.1)))
 
 
-def setup(folder, changes, *, settings):
+@pytest.mark.quick
+def test_adaptation_alone_sends_nothing():
+    adapting = AdaptOnly.to(example("lg_fedavg"))
+    shared = adapting.init(adapting.task.initial_params()).shared
+    assert shared
+    assert adapting.upload_like(shared) == {}
+
+
+@pytest.mark.quick
+def test_what_is_no_aggregation_is_refused():
+    with pytest.raises(InputError, match=r"^FedAvg: aggregation is 'mean'; one of glocal's"):
+        example("fedavg", aggregation="mean")
+
+
+def setup(folder, algorithm, *, settings="", aggregation="mean(clients)"):
     """The setup of server and clients, with an algorithm of one's own."""
-    deployed.project(folder, algorithm="own:own", weights='weighting = "equal"')
-    (folder / "own.py").write_text(OWN.format(changes=changes))
+    plan = f'aggregation = "{aggregation}"'
+    deployed.project(folder, algorithm=f"own:{algorithm}", plan=plan)
+    (folder / "own.py").write_text(OWN)
     deployed.change(folder / "federation.py", "nn.BatchNorm1d(8)", "nn.Identity()")
     with (folder / "deploy.toml").open("a") as file:
         file.write(settings)
@@ -96,31 +129,31 @@ GUARDS = {"secure_aggregation": "", "privacy": PRIVACY}
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_median_under_the_name_of_a_mean_is_not_deployed_as_one(guard, tmp_path):
-    changes = "aggregate=median, is_mean=False"
     with pytest.raises(InputError, match=f"^deploy: {guard} .*mean"):
-        setup(tmp_path / "here", changes, settings=GUARDS[guard])
+        setup(tmp_path / "here", "Own", settings=GUARDS[guard], aggregation="median")
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_mean_under_a_name_of_its_own_is_deployed(guard, tmp_path):
-    assert setup(tmp_path / "here", "name='mine'", settings=GUARDS[guard]).algorithm.is_mean
+    own = setup(tmp_path / "here", "Own", settings=GUARDS[guard])
+    assert own.algorithm.name == "Own"
+    assert own.algorithm.aggregation.is_mean
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_what_sends_nothing_has_nothing_to_guard(guard, tmp_path):
-    changes = "init=lambda params: ({}, params)"
     with pytest.raises(InputError, match=f"^deploy: {guard} .*sends nothing"):
-        setup(tmp_path / "here", changes, settings=GUARDS[guard])
+        setup(tmp_path / "here", "Silent", settings=GUARDS[guard])
 
 
 RENAMED = """
-from glocal import fedavg, lg_fedavg
+from glocal import FedAvg, LGFedAvg
 
-def everything(objective, optimizer):
-    return fedavg(objective, optimizer)
+class Everything(FedAvg):
+    pass
 
-def parts(objective, optimizer, *, split):
-    return lg_fedavg(objective, optimizer, split=split)
+class Parts(LGFedAvg):
+    pass
 """
 
 
@@ -131,8 +164,8 @@ def run_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     experiments = {
-        "Mine": {"algorithm": "renamed:parts"},
-        "Yours": {"algorithm": "renamed:everything"},
+        "Mine": {"algorithm": "renamed:Parts"},
+        "Yours": {"algorithm": "renamed:Everything"},
     }
     table = {
         "data": {"clients": 6},

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,13 +12,12 @@ from torch import nn
 
 import glocal
 from glocal.algorithms.contract import Update
-from glocal.algorithms.privacy import DifferentialPrivacy, with_differential_privacy
-from glocal.core.modules import params_of
-from glocal.core.training import Work
+from glocal.core import trees
+from glocal.core.training import WeightedSum, Work
 from glocal.deploy.project import Project
+from glocal.federate.rounds import client_step
 from tests.support import deployed, world
 
-NO_NOISE = 0.0
 PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)
 LR = 1.0  # changes are then longer than the clip norm below
 
@@ -29,25 +29,27 @@ def square():
     return nn.Sequential(*first, nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, world.CLASSES))
 
 
-def changes(privacy, *, make=world.plain, still=False):
+class Still(glocal.FedAvg):
+    """Clients change nothing."""
+
+    def client_update(self, message, private, work):
+        nothing = torch.zeros(()) * work.key
+        loss = WeightedSum(nothing, nothing + 1)
+        return Update(trees.zeros_like(message), private, {"loss": loss})
+
+
+def changes(uplink=None, *, kind=glocal.FedAvg, make=world.plain):
     """The uploaded change of each client: one tree (clients, ...) per round."""
-    model, sent = world.seeded(make), []
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(LR))
-    if still:
-        algorithm = algorithm._replace(client_update=unchanged)
-    algorithm = with_differential_privacy(algorithm, privacy) if privacy else algorithm
+    sent = []
 
-    def spy(shared, uploads, weights):
-        sent.append({name: uploads[name] - tensor for name, tensor in shared.items()})
-        return shared  # every round starts from the same model
+    class Spied(kind):
+        def server_update(self, shared, server, uploads):
+            sent.append(uploads.messages)
+            return shared, server  # every round starts from the same model
 
-    spied = algorithm._replace(aggregate=spy)
-    list(glocal.simulate(spied, params_of(model), world.federation().train, PLAN))
+    algorithm = Spied(glocal.classification(world.seeded(make)), optimizer=glocal.SGD(lr=LR))
+    list(world.simulate(algorithm, world.federation().train, PLAN, uplink=uplink))
     return sent
-
-
-def unchanged(shared, private, work):
-    return Update(shared, {}, torch.zeros(()) * work.key)
 
 
 def norms(tree):
@@ -57,30 +59,23 @@ def norms(tree):
 
 
 def test_no_change_is_longer_than_the_clip_norm_and_its_direction_stays():
-    clip_norm = 0.01
-    for plain, clipped in zip(
-        changes(None), changes(DifferentialPrivacy(clip_norm, NO_NOISE)), strict=True
-    ):
-        assert bool((norms(plain) > 5 * clip_norm).all()), (
-            "the test needs changes that are too long"
-        )
-        assert torch.allclose(
-            norms(clipped), torch.full((PLAN.clients_per_round,), clip_norm), rtol=1e-3
-        )
+    norm = 0.01
+    for plain, clipped in zip(changes(), changes(glocal.Clip(norm)), strict=True):
+        assert bool((norms(plain) > 5 * norm).all()), "the test needs changes that are too long"
+        expected = torch.full((PLAN.clients_per_round,), norm)
+        assert torch.allclose(norms(clipped), expected, rtol=1e-5)
         for name, tensor in plain.items():
-            scale = (clip_norm / norms(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
-            assert torch.allclose(clipped[name], tensor * scale, atol=1e-6)
+            scale = (norm / norms(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
+            assert torch.allclose(clipped[name], tensor * scale, atol=1e-7)
 
 
 def test_a_change_shorter_than_the_clip_norm_is_sent_as_it_is():
-    for plain, bounded in zip(
-        changes(None), changes(DifferentialPrivacy(1e6, NO_NOISE)), strict=True
-    ):
-        assert world.distance(plain, bounded) < 1e-6
+    for plain, bounded in zip(changes(), changes(glocal.Clip(1e6)), strict=True):
+        assert trees.same_bits(plain, bounded)
 
 
-def test_a_client_without_a_change_uploads_what_it_downloaded():
-    for still in changes(DifferentialPrivacy(1.0, NO_NOISE), still=True):
+def test_a_client_without_a_change_uploads_none():
+    for still in changes(glocal.Clip(1.0), kind=Still):
         assert float(norms(still).max()) == 0
 
 
@@ -89,23 +84,46 @@ def correlation(left, right):
     return float(torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1])
 
 
-def test_every_tensor_client_and_round_has_its_own_noise():
-    first, second = changes(DifferentialPrivacy(1.0, 1.0), make=square, still=True)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_every_tensor_client_and_round_has_its_own_noise(entropy):
+    uplink = glocal.chain(glocal.Clip(1.0), glocal.Noise(1.0, entropy=entropy))
+    first, second = changes(uplink, kind=Still, make=square)
     assert first["2.weight"].shape == first["4.weight"].shape
-    drawn = first["2.weight"][0]
-    for other in (first["4.weight"][0], first["2.weight"][1], second["2.weight"][0]):
-        assert abs(correlation(drawn, other)) < 0.1  # of 2304 numbers: five standard errors
+    drawn = [first[name][client] for name in ("2.weight", "4.weight") for client in range(3)]
+    drawn += second["2.weight"].unbind()
+    for one, other in combinations(drawn, 2):
+        assert abs(correlation(one, other)) < 0.1  # of 2304 numbers: five standard errors
 
 
-def test_the_noise_std_is_the_multiplier_times_the_clip_norm():
-    noises = changes(DifferentialPrivacy(0.5, 3.0), make=square, still=True)
-    drawn = torch.cat([tensor.flatten() for tensor in noises[0].values()])
-    assert float(drawn.std()) == pytest.approx(1.5, rel=0.05)
+def test_the_noise_has_the_standard_deviation_that_was_asked_for():
+    drawn = []
+    for std in (0.5, 3.0):
+        noises = changes(glocal.Noise(std), kind=Still, make=square)
+        drawn.append(torch.cat([tensor.flatten() for tensor in noises[0].values()]))
+        assert float(drawn[-1].std()) == pytest.approx(std, rel=0.02)
+        assert abs(float(drawn[-1].mean())) < 0.02 * std
+    assert torch.allclose(drawn[1], 6 * drawn[0], rtol=1e-5)
+
+
+def test_noise_by_address_is_the_same_when_a_run_repeats():
+    uplink = glocal.chain(glocal.Clip(1.0), glocal.Noise(1.0))
+    for one, again in zip(changes(uplink), changes(uplink), strict=True):
+        assert trees.same_bits(one, again)
+
+
+def test_every_algorithm_can_be_clipped_and_noised():
+    for name in world.NAMES:
+        algorithm = world.algorithm(name, world.seeded(world.plain))
+        uplink = glocal.chain(glocal.Clip(0.1), glocal.Noise(1e-3))
+        rounds = world.simulate(algorithm, world.federation().train, PLAN, uplink=uplink)
+        plain = world.simulate(algorithm, world.federation().train, PLAN)
+        states = [world.last(each)[0] for each in (rounds, plain)]
+        assert (world.distance(states[0].shared, states[1].shared) > 0) == (name != "local_only")
 
 
 @pytest.fixture
 def deployment(tmp_path):
-    folder = deployed.project(tmp_path / "here", weights='weighting = "equal"')
+    folder = deployed.project(tmp_path / "here", plan='aggregation = "mean(clients)"')
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     return folder
@@ -116,22 +134,24 @@ def test_the_noise_of_a_deployed_client_cannot_be_drawn_again(deployment, monkey
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
     monkeypatch.setattr(time, "time_ns", lambda: 17 * 10**17)
     setup = Project.from_folder(deployment).setup
-    shared, private = setup.algorithm.init(setup.params)
+    message, private = setup.start.shared, setup.private
+    step = client_step(setup.algorithm, setup.wire)
     examples = glocal.FederatedData.from_tensors(world.clients((9,)), validation=0.0).train.examples
-    order, key = torch.arange(5)[None], torch.tensor(7)
+    order, key = torch.arange(5)[None, None], torch.tensor(7)
 
     def upload():
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        work = Work(examples, order, key, torch.tensor(0))
-        return setup.algorithm.client_update(shared, private, work).upload
+        work = Work.of(examples, order, key, torch.tensor(0))
+        return step(message, private, work).payload
 
     with torch.random.fork_rng():
         one, again = upload(), upload()
         # with the system's entropy fixed, nothing else is left that the noise depends on
         monkeypatch.setattr(os, "urandom", lambda size: bytes(size))
         fixed, repeated = upload(), upload()
+    assert one
     for name, tensor in one.items():
         assert not torch.equal(tensor, again[name])
         assert torch.equal(fixed[name], repeated[name])

@@ -1,38 +1,47 @@
 """A hyper-parameter at its limit reduces one algorithm to another."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from glocal.algorithms import apfl, fedavg, fedprox, lg_fedavg, local_only, mtl
-from glocal.algorithms.contract import unweighted
+from glocal.algorithms import APFL, MTL, FedAvg, FedProx, LGFedAvg, LocalOnly
 from glocal.core import trees
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Adam, SGD
+from glocal.core.optimizers import SGD, Adam, AdamW
 from glocal.core.sampling import Plan, batch_order
-from glocal.core.split import Split
-from glocal.core.training import cross_entropy
+from glocal.core.task import classification
 from glocal.datasets.federated import FederatedData
-from glocal.federate.rounds import simulate
+from glocal.wire import Mean
 from tests.support import world
 
 pytestmark = pytest.mark.quick
 
 PLAN = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
-SGD = SGD(0.1, momentum=0.5)
+RULE = SGD(lr=0.1, momentum=0.5)
 
 
-def run(make, model):
-    return world.last(
-        simulate(make(cross_entropy(model), SGD), params_of(model), world.federation().train, PLAN)
-    )[0]
+def doubles(data):
+    return replace(data, examples=data.examples.with_dtype(torch.float64))
+
+
+def model_of(make):
+    return world.seeded(make).double()
+
+
+def run(algorithm, *, train=None, plan=PLAN):
+    data = doubles(train or world.federation().train)
+    return world.last(world.simulate(algorithm, data, plan))[0]
 
 
 def personal(make, model):
     """Every client's personal model at the end."""
-    algorithm, state = make(cross_entropy(model), SGD), run(make, model)
+    algorithm = make(classification(model), optimizer=RULE)
+    state = run(algorithm)
     return [
-        algorithm.personal(state.shared, state.private.of(client))
+        algorithm.personal(state.shared, state.private[0].of(client))
         for client in range(len(world.SIZES))
     ]
 
@@ -45,149 +54,139 @@ def same(left, right):
 
 
 def near(left, right):
-    """The same up to rounding: the two may have run on different engines."""
-    return all(world.distance(tree, other) < 1e-5 for tree, other in zip(left, right, strict=True))
+    """The same up to rounding."""
+    return all(world.distance(tree, other) < 1e-12 for tree, other in zip(left, right, strict=True))
 
 
-def test_lg_with_nothing_local_is_fedavg():
-    for make in world.MODELS.values():
-        model = world.seeded(make)
-        split = Split.of(model, local=[])
-        assert same(
-            personal(lambda o, s, split=split: lg_fedavg(o, s, split=split), model),
-            personal(fedavg, model),
-        )
+@pytest.mark.parametrize("kind", world.MODELS)
+def test_lg_with_nothing_local_is_fedavg(kind):
+    model = model_of(world.MODELS[kind])
+    assert same(personal(partial(LGFedAvg, local=[]), model), personal(FedAvg, model))
 
 
-def test_lg_with_everything_local_is_local_only():
-    for make in world.MODELS.values():
-        model = world.seeded(make)
-        split = Split.of(model, shared=[])
-        assert same(
-            personal(lambda o, s, split=split: lg_fedavg(o, s, split=split), model),
-            personal(local_only, model),
-        )
+@pytest.mark.parametrize("kind", world.MODELS)
+def test_lg_with_everything_local_is_local_only(kind):
+    model = model_of(world.MODELS[kind])
+    assert same(personal(partial(LGFedAvg, shared=[]), model), personal(LocalOnly, model))
+
+
+@pytest.mark.parametrize("kind", world.MODELS)
+def test_fedavg_with_a_local_part_is_lg(kind):
+    model = model_of(world.MODELS[kind])
+    local = sorted(world.first_half(model).local)
+    fedavg, lg = (personal(partial(make, local=local), model) for make in (FedAvg, LGFedAvg))
+    assert same(fedavg, lg)
 
 
 def test_fedprox_with_mu_0_is_fedavg():
-    model = world.seeded(world.with_batch_norm)
-    assert same(personal(lambda o, s: fedprox(o, s, mu=0.0), model), personal(fedavg, model))
+    model = model_of(world.with_batch_norm)
+    assert same(personal(partial(FedProx, mu=0.0), model), personal(FedAvg, model))
 
 
 def test_fedprox_with_mu_1_is_not_fedavg():
-    model = world.seeded(world.plain)
-    assert not same(personal(lambda o, s: fedprox(o, s, mu=1.0), model), personal(fedavg, model))
+    model = model_of(world.plain)
+    assert not near(personal(partial(FedProx, mu=1.0), model), personal(FedAvg, model))
 
 
 def test_mtl_with_lam_0_is_local_only():
-    model = world.seeded(world.with_batch_norm)
-    assert same(
-        personal(lambda o, s: mtl(o, s, num_clients=6, lam=0.0), model), personal(local_only, model)
-    )
+    model = model_of(world.with_batch_norm)
+    assert same(personal(partial(MTL, lam=0.0), model), personal(LocalOnly, model))
 
 
-def test_apfl_with_alpha_0_is_fedavg():
-    for make in world.MODELS.values():
-        model = world.seeded(make)
-        assert near(personal(lambda o, s: apfl(o, s, alpha=0.0), model), personal(fedavg, model))
+@pytest.mark.parametrize("kind", world.MODELS)
+def test_apfl_with_alpha_0_is_fedavg(kind):
+    model = model_of(world.MODELS[kind])
+    assert near(personal(partial(APFL, alpha=0.0), model), personal(FedAvg, model))
 
 
-def test_apfl_with_alpha_1_is_local_only():
-    for make in world.MODELS.values():
-        model = world.seeded(make)
-        assert near(
-            personal(lambda o, s: apfl(o, s, alpha=1.0), model), personal(local_only, model)
-        )
+@pytest.mark.parametrize("kind", world.MODELS)
+def test_apfl_with_alpha_1_is_local_only(kind):
+    model = model_of(world.MODELS[kind])
+    assert near(personal(partial(APFL, alpha=1.0), model), personal(LocalOnly, model))
 
 
-def test_apfl_shares_what_fedavg_shares_whatever_alpha_is():
-    model = world.seeded(world.with_batch_norm)
-    for alpha, alpha_lr in ((0.0, 0.0), (0.3, 0.0), (0.5, 1.0)):
-        ours = run(
-            lambda o, s, alpha=alpha, alpha_lr=alpha_lr: apfl(o, s, alpha=alpha, alpha_lr=alpha_lr),
-            model,
-        )
-        assert world.distance(ours.shared, run(fedavg, model).shared) < 1e-5
+@pytest.mark.parametrize(("alpha", "alpha_lr"), [(0.0, 0.0), (0.3, 0.0), (0.5, 1.0)])
+def test_apfl_shares_what_fedavg_shares_whatever_alpha_is(alpha, alpha_lr):
+    task = classification(model_of(world.with_batch_norm))
+    ours = run(APFL(task, optimizer=RULE, alpha=alpha, alpha_lr=alpha_lr))
+    assert world.distance(ours.shared, run(FedAvg(task, optimizer=RULE)).shared) < 1e-12
 
 
-def test_fedavg_on_one_client_is_torch_sgd_by_hand():
-    for options in ({}, {"momentum": 0.5}, {"momentum": 0.9, "weight_decay": 0.01}):
-        by_hand = trained_by_hand(
-            world.with_batch_norm, lambda p, options=options: torch.optim.SGD(p, 0.1, **options)
-        )
-        assert (
-            world.distance(trained_by_us(world.with_batch_norm, SGD(0.1, **options)), by_hand)
-            < 1e-5
-        )
-
-
-def test_adam_is_torch_adam_by_hand():
-    for weight_decay in (0.0, 0.01):
-        by_hand = trained_by_hand(
-            world.plain, lambda p, wd=weight_decay: torch.optim.Adam(p, 0.01, weight_decay=wd)
-        )
-        assert (
-            world.distance(
-                trained_by_us(world.plain, Adam(0.01, weight_decay=weight_decay)), by_hand
-            )
-            < 1e-5
-        )
-
-
+TORCHS = [
+    (SGD(lr=0.1), partial(torch.optim.SGD, lr=0.1)),
+    (SGD(lr=0.1, momentum=0.5), partial(torch.optim.SGD, lr=0.1, momentum=0.5)),
+    (
+        SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    (Adam(lr=0.01), partial(torch.optim.Adam, lr=0.01)),
+    (
+        Adam(lr=0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.01),
+        partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.01),
+    ),
+    (
+        AdamW(lr=0.01, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    ),
+]
 ALONE = Plan(rounds=1, clients_per_round=1, local_epochs=3, batch_size=4)
 
 
+@pytest.mark.parametrize("make", [world.plain, world.with_batch_norm])
+@pytest.mark.parametrize(("ours", "torchs"), TORCHS)
+def test_fedavg_on_one_client_is_torchs_optimizer_by_hand(ours, torchs, make):
+    """Adam's bias corrections are computed in float32, whatever the model's type is."""
+    by_hand, tolerance = trained_by_hand(make, torchs), 1e-12 if type(ours) is SGD else 1e-6
+    for optimizer in (ours, torchs):
+        assert world.distance(trained_by_us(make, optimizer), by_hand) < tolerance
+
+
 def trained_by_us(make, optimizer):
-    model = world.seeded(make)
     federation = FederatedData.from_tensors(world.clients((23,)), test=0.0, validation=0.0)
-    return world.last(
-        simulate(fedavg(cross_entropy(model), optimizer), params_of(model), federation.train, ALONE)
-    )[0].shared
+    algorithm = FedAvg(classification(model_of(make)), optimizer=optimizer)
+    return run(algorithm, train=federation.train, plan=ALONE).shared
 
 
 def trained_by_hand(make, make_optimizer):
-    model = world.seeded(make)
+    model = model_of(make)
     (x, y), optimizer = world.clients((23,))[0], make_optimizer(model.parameters())
-    for rows in batch_order(ALONE, 23, 0, 0):
-        rows = torch.from_numpy(rows[rows >= 0])
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
+    for epoch in batch_order(ALONE, 23, 0, 0):
+        for rows in epoch:
+            real = torch.from_numpy(rows[rows >= 0])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[real].double()), y[real]).backward()
+            optimizer.step()
     return params_of(model)
 
 
 def test_the_lr_decays_from_round_to_round():
-    model = world.seeded(world.plain)
-    federation = FederatedData.from_tensors(world.clients((8,)), test=0.0, validation=0.0)
+    task = classification(model_of(world.plain))
+    data = FederatedData.from_tensors(world.clients((8,)), test=0.0, validation=0.0).train
     plan = Plan(rounds=1, clients_per_round=1, batch_size=8, first_round=3)
-    start = params_of(model)
 
-    def change(optimizer):
-        shared = world.last(
-            simulate(fedavg(cross_entropy(model), optimizer), start, federation.train, plan)
-        )[0].shared
-        return trees.subtract(shared, start)
+    def moved(optimizer):
+        shared = run(FedAvg(task, optimizer=optimizer), train=data, plan=plan).shared
+        return trees.subtract(shared, task.initial_params())
 
-    whole, decayed = change(SGD(0.1)), change(SGD(0.1, lr_decay=1.0))
-    assert (
-        world.distance({name: 4 * tensor for name, tensor in decayed.items()}, whole) < 1e-6
-    )  # 1 / (1 + 1.0 * 3)
+    whole, decayed = moved(SGD(lr=0.1)), moved(SGD(lr=0.1, lr_decay=1.0))
+    assert world.distance(trees.scale(4, decayed), whole) < 1e-8  # 1 / (1 + 1.0 * 3), in float32
 
 
-def test_unweighted_is_the_plain_mean_and_changes_nothing_for_equal_clients():
-    model = world.seeded(world.plain)
-    equal, unequal = (
-        FederatedData.from_tensors(world.clients(sizes, 0), validation=0.0).train
-        for sizes in ((20,) * 7, world.SIZES)
-    )
-    weighted = fedavg(cross_entropy(model), SGD)
-    for train, differ in ((equal, False), (unequal, True)):
+def test_a_mean_by_clients_changes_nothing_for_equal_clients():
+    task = classification(model_of(world.plain))
+    for sizes, differ in (((20,) * 7, False), (world.SIZES, True)):
+        train = FederatedData.from_tensors(world.clients(sizes), validation=0.0).train
         states = [
-            world.last(simulate(make, params_of(model), train, PLAN))[0]
-            for make in (weighted, unweighted(weighted))
+            run(FedAvg(task, optimizer=RULE, aggregation=Mean(by)), train=train)
+            for by in ("examples", "clients")
         ]
-        assert (world.gap(*states) > 1e-3) == differ
-    uploads = {"w": torch.tensor([[1.0], [2.0], [6.0]])}
-    shared, weights = {"w": torch.zeros(1)}, torch.tensor([1, 1, 98])
-    assert unweighted(weighted).aggregate(shared, uploads, weights)["w"].item() == 3.0
-    assert unweighted(weighted).description != weighted.description
+        gap = world.gap(*states)
+        assert (gap > 1e-3) if differ else (gap < 1e-12)
+
+
+def test_means_by_examples_and_by_clients_differ_in_their_spec():
+    task = classification(model_of(world.plain))
+    specs = [
+        FedAvg(task, optimizer=RULE, aggregation=Mean(by)).spec for by in ("examples", "clients")
+    ]
+    assert specs[0] != specs[1]

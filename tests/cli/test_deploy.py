@@ -38,7 +38,7 @@ from glocal.deploy.server_process import prepare_server
 from glocal.deploy.supervision import ChildProcess, Program, child_environment, supervise
 from tests.support import deployed
 from tests.support.command_line import complaint, run
-from tests.support.deployed_runs import run_here
+from tests.support.deployed_runs import run_here, with_privacy
 
 
 def foreign(header, *, key="metadata"):
@@ -116,7 +116,9 @@ def test_a_client_is_revoked_once_and_its_name_and_key_are_not_used_again(capsys
 def test_an_algorithm_for_a_fixed_number_of_clients_takes_no_more(capsys):
     deployed.project(Path("here"), clients=2, algorithm="mtl")
     assert run("deploy", "add-client", "here") == 2
-    assert "mtl has a fixed number of 2 clients, and cannot take one more" in complaint(capsys)
+    assert "MTL is made for a fixed number of clients, and cannot take one more" in complaint(
+        capsys
+    )
 
 
 def test_a_client_closes_its_files_to_other_users_before_it_connects(capsys):
@@ -471,11 +473,8 @@ def test_a_folder_may_have_any_name_but_not_too_long_a_one(capsys):
 
 @pytest.mark.parametrize("command", ["server", "run"])
 def test_a_missing_accountant_is_reported_before_anything_is_trained(command, capsys, monkeypatch):
-    folder = deployed.project(
-        Path("here"), clients=1, port=preflight.free_port(), weights='weighting = "equal"'
-    )
-    with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
+    plan = 'aggregation = "mean(clients)"'
+    with_privacy(deployed.project(Path("here"), clients=1, port=preflight.free_port(), plan=plan))
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert run("deploy", command, "here") == 2
     assert "pip install 'glocal[privacy]'" in complaint(capsys)
@@ -571,7 +570,7 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
         ("third", "training"),
         ("lost", "training"),
     ):
-        run_here(folder, run=name)._write_live(state)
+        run_here(folder, run=name).files.write_live(state)
     starts = [
         ("first", 1, "finished"),
         ("second", 2, "finished"),
@@ -726,7 +725,7 @@ def test_status_shows_the_last_loss_of_an_offline_client_and_ignores_a_torn_last
 def test_a_run_that_was_killed_during_evaluation_is_resumed_to_its_result(capsys):
     folder = deployed.project(Path("here"), rounds=1, clients=2, port=preflight.free_port())
     server = run_here(folder)
-    server._write_live("evaluating")
+    server.files.write_live("evaluating")
     capsys.readouterr()
     assert run("deploy", "resume", "here") == 2
     assert "does not answer" in complaint(capsys), "only the server is missing"
@@ -745,7 +744,7 @@ def test_a_run_that_was_taken_over_stops_by_itself():
     first = RunServer(Project.from_folder(folder), "first")
     RunServer(Project.from_folder(folder), "first")
     with pytest.raises(ValueError, match="resumed elsewhere") as taken:
-        first._save()
+        first.files.save(first.state, first.setup)
     first.on_failure(taken.value)
     assert read_json(first.folder / "live.json", dict)["state"] == "waiting for clients", (
         "the file belongs to the new server"

@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message
-from flwr.common import Parameters
 from flwr.common.serde import message_to_proto
 from safetensors.torch import save, save_file
 
-from glocal import algorithms
+from glocal.algorithms import ALGORITHMS
 from glocal.core.errors import InputError
 from glocal.core.files import read_json, read_rows, read_tensors, write_tensors
 from glocal.core.modules import predictor
-from glocal.core.store import PrivateStates, State
+from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import same_bits
 from glocal.deploy import apps
-from glocal.deploy.client import RunClient, predict_classes
-from glocal.deploy.flower import client_internals
-from glocal.deploy.flower.protocol import Instructions
-from glocal.deploy.flower.records import from_record, read_reply, to_record
+from glocal.deploy.client import RunClient
+from glocal.deploy.flower import server_internals
+from glocal.deploy.flower.protocol import Instructions, Request
+from glocal.deploy.flower.records import from_record, read_reply
 from glocal.deploy.flower.server_app import RunLoop, messages, run_to_end
 from glocal.deploy.formatting import format_journal_entry
 from glocal.deploy.project import Project
@@ -36,7 +35,14 @@ from glocal.evaluate.privacy import epsilon
 from glocal.personalize.onboarding import JoinPlan, TrainedFederation, join
 from glocal.wire import pack
 from tests.support import deployed
-from tests.support.deployed_runs import private_of, run_here, secured, simulated, with_availability
+from tests.support.deployed_runs import (
+    private_of,
+    run_here,
+    secured,
+    simulated,
+    with_availability,
+    with_privacy,
+)
 from tests.support.world import distance
 
 
@@ -45,15 +51,14 @@ def quick_polls(monkeypatch):
     monkeypatch.setattr("glocal.deploy.flower.server_app._POLL", 0.01)
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
-def test_flower_gives_the_simulators_numbers(name, tmp_path):
-    folder = deployed.project(tmp_path / "here", algorithm=name, clients_per_round=3)
+@pytest.mark.parametrize("kind", ALGORITHMS, ids=lambda kind: kind.word)
+def test_flower_gives_the_simulators_bits(kind, tmp_path):
+    folder = deployed.project(tmp_path / "here", algorithm=kind.word, clients_per_round=3)
     state, sent = simulated(folder)
     server = run_here(folder)
-    assert distance(server.shared, state.shared) <= 1e-6
+    assert same_bits(server.shared, state.shared)
     for client in range(4):
-        stored = private_of(folder, client)
-        assert distance(stored.after, state.private.of(client)) <= 1e-6
+        assert same_bits(private_of(folder, client).after, state.private.of(client))
     assert server.state.ledger.download.bytes + server.state.ledger.upload.bytes == sent
 
 
@@ -74,24 +79,22 @@ def during(round_index, client):
 
 
 def poisoned(reply, change):
-    """A reply with the upload of a broken client."""
-    tree = from_record(reply.content.config_records["shared"])
-    reply.content.config_records["shared"] = to_record(change(tree))
+    """A reply with the payload of a broken client."""
+    record = reply.content.config_records["tree"]
+    record["blob"] = change(record["blob"])
     return reply
 
 
+SIZE = 4 * (7 * 8 + 7 + 3 * 7 + 3)  # bytes of the shared part; 6.bias is before 6.weight, the last
+NAN = np.full(1, np.nan, dtype=np.float32).tobytes()
+INFINITY = np.full(1, np.inf, dtype=np.float32).tobytes()
 BAD = {
-    "NaN": (lambda tree: {**tree, "6.bias": tree["6.bias"] * float("nan")}, "'6.bias' holds NaN"),
-    "shape": (
-        lambda tree: {**tree, "6.bias": tree["6.bias"][:1]},
-        "'6.bias' is (1,) torch.float32",
-    ),
-    "type": (lambda tree: {**tree, "6.bias": tree["6.bias"].double()}, "torch.float64"),
-    "missing": (
-        lambda tree: {name: tensor for name, tensor in tree.items() if name != "6.bias"},
-        "missing ['6.bias']",
-    ),
-    "extra": (lambda tree: {**tree, "0.weight": torch.zeros(8, 6)}, "unexpected ['0.weight']"),
+    "NaN": (lambda blob: NAN + blob[4:], "'4.bias' holds NaN or infinity"),
+    "infinity": (lambda blob: blob[:-4] + INFINITY, "'6.weight' holds NaN or infinity"),
+    "short": (lambda blob: blob[:-1], f"{SIZE - 1} bytes arrived, {SIZE} were expected"),
+    "long": (lambda blob: blob + bytes(8 * 6 * 4), f"{SIZE + 192} bytes arrived, {SIZE} were"),
+    "empty": (lambda blob: b"", f"0 bytes arrived, {SIZE} were expected"),
+    "no bytes": (lambda blob: "text", "its tensors are str"),
 }
 
 
@@ -158,7 +161,7 @@ def test_a_client_that_is_lost_during_its_handshake_gets_another(tmp_path):
 
     server = run_here(folder, deployed.InProcessGrid(folder, tamper))
     assert lost
-    assert not server.refused
+    assert not server.clients.refused
     assert [len(row["clients"]) for row in read_rows(server.folder / "rows.jsonl")] == [4, 4]
 
 
@@ -251,7 +254,7 @@ def test_a_round_without_a_valid_reply_fails_the_run(tmp_path):
     def tamper(client, message, reply):
         return poisoned(reply, to_nan) if during(1, client)(client, message) else reply
 
-    message = r"round 2 has no valid reply \(client-0: upload: '6.bias' holds NaN"
+    message = r"round 2 has no valid reply \(client-0: wire: '4.bias' holds NaN"
     with pytest.raises(InputError, match=message):
         run_here(folder, deployed.InProcessGrid(folder, tamper))
     live = read_json(folder / "runs/first/live.json", dict)
@@ -428,13 +431,8 @@ def test_a_new_client_adapts_its_private_part_as_join_does_and_takes_part(tmp_pa
     adapted = run_here(folder, grid, skip_training=True)
     assert same_bits(adapted.shared, shared)
     client = RunClient.from_folder(folder / "clients/late")
-    trained_federation = TrainedFederation(
-        client.setup.algorithm,
-        client.setup.model,
-        client.project.plan,
-        State(shared, PrivateStates(client.setup.algorithm.init(client.setup.params)[1], {})),
-        4,
-    )
+    state = GroupState(shared, PerClient(client.setup.private))
+    trained_federation = TrainedFederation(client.setup.algorithm, client.project.plan, state, 4)
     joined = join(
         trained_federation,
         client.data().train.of(0),
@@ -474,7 +472,8 @@ def test_metrics_leave_a_client_only_with_its_owners_consent(tmp_path):
 def test_an_impossible_accuracy_does_not_enter_the_mean(tmp_path):
     def exaggerate(client, message, reply):
         if message.metadata.message_type == "evaluate" and client == 1:
-            reply.content.config_records["config"]["metrics"] = '{"test": 5, "test_size": 3}'
+            metrics = '{"test": {"accuracy": 5}, "test_size": 3}'
+            reply.content.config_records["config"]["metrics"] = metrics
         return reply
 
     folder = deployed.project(tmp_path / "here", clients=2, rounds=1)
@@ -491,12 +490,11 @@ def test_a_client_predicts_with_its_own_model(tmp_path):
     client = RunClient.from_folder(folder / "clients/client-1")
     x = client.data().test.of(0).x
     params = client.setup.algorithm.personal(server.shared, private_of(folder, 1).after)
-    expected = predictor(client.setup.model)(
-        params, x, torch.ones(len(x), dtype=torch.bool)
-    ).argmax(-1)
-    assert predict_classes(client, "first", x) == expected.tolist()
+    everything = torch.ones(len(x), dtype=torch.bool)
+    expected = predictor(client.setup.task.model)(params, x, everything).argmax(-1)
+    assert client.predict("first", x).tolist() == expected.tolist()
     with pytest.raises(InputError, match="has taken part in no round of 'second' yet"):
-        predict_classes(client, "second", x)
+        client.predict("second", x)
 
 
 OWN_FILE = """
@@ -524,15 +522,16 @@ def test_only_its_upload_and_metrics_leave_a_client_and_the_journal_says_so(tmp_
     left = []
     grid.tamper = lambda client, message, reply: left.append((client, reply)) or reply
     run_here(folder, grid)
-    local = RunClient.from_folder(folder / "clients/client-0").setup.algorithm.init(
-        RunClient.from_folder(folder / "clients/client-0").setup.params
-    )[1]
+    private = [private_of(folder, client).after for client in range(4)]
+    sizes = set()
     for _, reply in left:
         assert not reply.content.array_records
-        records = reply.content.config_records.values()
-        names = {name for record in records if "blob" in record for name in from_record(record)}
-        assert not names & local.keys()
+        for record in reply.content.config_records.values():
+            blob = from_record(record) if "blob" in record else b""
+            sizes.add(len(blob))
+            assert not any(pack({"": tensor}) in blob for own in private for tensor in own.values())
         assert not any(grid.contexts[client].state for client in range(4))
+    assert sizes == {0, SIZE}
     sent = [row for row in read_rows(folder / "clients/client-0/journal.jsonl") if "bytes" in row]
     assert [row["tensors"] for row in sent] == [["4.weight", "4.bias", "6.weight", "6.bias"]] * 2
     assert [row["num_examples"] for row in sent] == [16, 16]
@@ -574,7 +573,7 @@ def test_the_journal_says_why_a_client_could_not_take_part_and_what_is_odd_about
     [
         ("raise ValueError(row)", "Jane Doe, 41"),
         ("raise SystemExit(row)", "Jane Doe, 41"),
-        ("return [row], [0]", "cannot be read as (x, y)"),
+        ("return [row], [0]", "cannot be read as a tensor"),
         ("x[0, 0] = float('nan')", "holds NaN or infinity"),
     ],
     ids=["raised", "left", "unreadable", "not finite"],
@@ -644,7 +643,7 @@ def test_the_path_of_its_folder_does_not_leave_a_client(tmp_path):
 def test_the_server_learns_only_the_kind_of_an_unforeseen_error(tmp_path, monkeypatch, caplog):
     folder = deployed.project(tmp_path / "here", rounds=1)
     monkeypatch.setattr(RunClient, "handshake", lambda self, instructions: {}["Jane Doe, 41"])
-    message = messages({1000: Instructions("first", 0)}, "query", None)[0]
+    message = messages({1000: Request(Instructions("first", 0))}, "query")[0]
     with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); see the client's own log$"):
         apps.client(message, deployed.InProcessGrid(folder).context(0))
     assert "Jane Doe, 41" in caplog.text
@@ -699,8 +698,8 @@ def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
         RunClient.train,
     )
 
-    def training(self, shared, instructions):
-        uploads.append(train(self, shared, instructions))
+    def training(self, message, instructions):
+        uploads.append(train(self, message, instructions))
         return uploads[-1]
 
     def tamper(client, message, reply):
@@ -712,7 +711,7 @@ def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
     assert len(uploads) == 4
     assert max(map(len, seen)) > 300, "no masked upload was seen"
     for result in uploads:
-        for tensor in result.upload.tensors.values():
+        for tensor in result.payload.values():
             assert not any(pack({"": tensor})[:8] in reply for reply in seen)
 
 
@@ -727,15 +726,16 @@ def test_a_client_that_masks_refuses_to_send_in_the_clear(tmp_path):
     grid = deployed.InProcessGrid(folder)
     server = run_here(folder, grid)
     assert "is not the server's" in server.live["refused"]["client-0"]
-    message = messages({1000: Instructions("first", 0)}, "train", to_record(server.shared))[0]
+    request = Request(Instructions("first", 0), server.shared)
+    message = messages({1000: request}, "train")[0]
     assert "sends masked uploads only" in read_reply(apps.client(message, grid.context(0))).fault
 
 
+EQUAL = 'aggregation = "mean(clients)"'
+
+
 def test_clipping_and_noise_on_clients_come_with_an_epsilon(tmp_path):
-    folder = deployed.project(tmp_path / "here", rounds=2, weights='weighting = "equal"')
-    with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
-    deployed.copy_to_clients(folder)
+    folder = with_privacy(deployed.project(tmp_path / "here", rounds=2, plan=EQUAL))
     left = []
     grid = deployed.InProcessGrid(folder)
     grid.tamper = lambda client, message, reply: left.append(reply) or reply
@@ -744,25 +744,16 @@ def test_clipping_and_noise_on_clients_come_with_an_epsilon(tmp_path):
     assert privacy["rounds"] == 2
     assert privacy["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
     records = [reply.content.config_records for reply in left]
-    uploads = [from_record(record["shared"]) for record in records if "shared" in record]
-    setup = Project.from_folder(folder).setup
-    initial = setup.algorithm.init(setup.params)[0]
-    moved = torch.cat(
-        [
-            (upload[name] - tensor).flatten()
-            for upload in uploads[:4]
-            for name, tensor in initial.items()
-        ]
-    )
+    sent = [
+        np.frombuffer(from_record(each["tree"]), np.float32) for each in records if "tree" in each
+    ]
+    assert len(sent) == 8
     # the std of 348 random numbers has an error of 0.04 itself
-    assert moved.std() == pytest.approx(1.0, rel=0.2)
+    assert np.concatenate(sent[:4]).std() == pytest.approx(1.0, rel=0.2)
 
 
 def test_the_accountant_counts_uploads_that_were_sent_and_dropped(tmp_path):
-    folder = deployed.project(tmp_path / "here", rounds=2, weights='weighting = "equal"')
-    with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
-    deployed.copy_to_clients(folder)
+    folder = with_privacy(deployed.project(tmp_path / "here", rounds=2, plan=EQUAL))
     grid = deployed.InProcessGrid(
         folder,
         lambda client, message, reply: None if during(1, client)(client, message) else reply,
@@ -777,10 +768,8 @@ def test_the_accountant_counts_uploads_that_were_sent_and_dropped(tmp_path):
 
 
 def test_privacy_needs_equal_weights(tmp_path):
-    folder = deployed.project(tmp_path / "here")
-    with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
-    with pytest.raises(InputError, match=r"set plan\.weighting = 'equal'"):
+    folder = with_privacy(deployed.project(tmp_path / "here"))
+    with pytest.raises(InputError, match=r"set plan\.aggregation = 'mean\(clients\)'"):
         Project.from_folder(folder).setup  # noqa: B018
 
 
@@ -796,30 +785,34 @@ class Touches:
 
 def planted(trace, shared):
     """A round's message that contains code, in the place of tensors and beside them."""
-    message = messages({1000: Instructions("first", 0)}, "train", to_record(shared))[0]
+    message = messages({1000: Request(Instructions("first", 0), shared)}, "train")[0]
     source = f"__import__('os').mkdir({str(trace)!r})"
     message.content["glocal.deploy.apps"] = ConfigRecord({"source": source})
     message.content["federation"] = ConfigRecord({"data": source.encode()})
     return message
 
 
-@pytest.mark.parametrize("where", ["beside", "in the blob", "in the instructions"])
+@pytest.mark.parametrize(
+    "where", ["beside", "in the blob", "in a blob of the right size", "in the instructions"]
+)
 def test_code_in_a_message_is_never_run(where, tmp_path):
-    folder, trace = deployed.project(tmp_path / "here", clients=1, rounds=1), tmp_path / "trace"
+    folder, trace = deployed.project(tmp_path / "here", clients=1, rounds=1), tmp_path / "t"
     grid = deployed.InProcessGrid(folder)
     message = planted(trace, RunServer(Project.from_folder(folder), "first").shared)
-    records = message.content.config_records
-    if where == "in the blob":
-        records["shared"]["blob"] = pickle.dumps(Touches(trace))
+    records, code = message.content.config_records, pickle.dumps(Touches(trace))
+    if "blob" in where:
+        size = SIZE if "size" in where else len(code)
+        records["tree"]["blob"] = code.ljust(size, b"\0")
+        assert len(records["tree"]["blob"]) == size
     if where == "in the instructions":
         records["config"]["instructions"] = f"__import__('os').mkdir({str(trace)!r})"
-    expected = (
-        nullcontext() if where == "beside" else pytest.raises(RuntimeError, match="it failed")
-    )
-    with expected:
+    refused = pytest.raises(RuntimeError, match="it failed")
+    with refused if where == "in the instructions" else nullcontext():
         reply = read_reply(apps.client(message, grid.context(0)))
-        assert not reply.fault
+        assert bool(reply.fault) == ("blob" in where)
     assert not trace.exists()
+    pickle.loads(code)
+    assert trace.exists(), "the test could not see a breach"
 
 
 def test_code_in_a_masked_message_is_never_run(tmp_path):
@@ -829,7 +822,7 @@ def test_code_in_a_masked_message_is_never_run(tmp_path):
     np.lib.format.write_array_header_1_0(buffer, header)
     content = buffer.getvalue() + pickle.dumps(Touches(trace))
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        client_internals.parameters_to_ndarrays(Parameters([content], "numpy.ndarray"))
+        server_internals.masked_arrays([content])
     assert not trace.exists()
     np.load(io.BytesIO(content), allow_pickle=True)
     assert trace.exists(), "the test could not see a breach"

@@ -10,6 +10,7 @@ from glocal.core.data import ClientData, Examples
 from glocal.core.store import GroupState, PerClient
 from glocal.engines import EngineConfig
 from glocal.evaluate import Evaluator, Summary, local_figures, local_test, new_test, summarize
+from glocal.federate.group_result import save_models
 from tests.support import world
 
 MODEL = nn.Linear(1, 3)
@@ -81,6 +82,19 @@ def test_the_members_of_a_large_ensemble_are_drawn_from_the_seed():
     assert [(each.members, each.of) for each in drawn] == [(2, 6)] * 4
     assert drawn[0] == drawn[1]
     assert len({each.logits for each in drawn}) > 1
+
+
+def test_what_a_codec_remembers_does_not_make_one_model_an_ensemble(tmp_path):
+    """All clients of FedAvg have the same model, whatever errors top-k remembers for each."""
+    algorithm = world.algorithm("fedavg", world.seeded(world.plain))
+    plan = {"rounds": 3, "clients_per_round": 3, "progress": False}
+    result = glocal.fit(algorithm, world.federation(), **plan, uplink=glocal.TopK(0.2)).group()
+    assert {*result.state.private.initial} == {
+        f"codec/{name}" for name in algorithm.task.initial_params()
+    }
+    assert (result.new.members, result.new.of) == (1, 1)
+    save_models(result, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["every-client.safetensors"]
 
 
 def test_before_any_training_the_initial_model_predicts():

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,101 +17,100 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import glocal
-from glocal import algorithms
 from glocal.core import files, trees
 from glocal.core.errors import InputError
 from glocal.core.files import read_rows
-from glocal.core.modules import params_of
-from glocal.federate.checkpoint import _require_same_fingerprint
-from glocal.federate.fitting import (
-    Case,
-    Options,
-    fit_case,
-    move_to_device,
-    start_or_resume,
-    train,
-    warm_start_params,
-)
+from glocal.federate.checkpoint import _require_same_spec
+from glocal.federate.fit import build_experiment, warm_start_params
+from glocal.federate.options import Evaluation, Options
+from glocal.federate.run import Run
 from glocal.studies import run_study, with_overrides
-from glocal.studies.run import read_settings
+from glocal.studies.run import StudyRun, read_settings
 from glocal.studies.settings import from_dict
-from glocal.wire import Ledger
 from tests.support import world
 
 PLAN = glocal.Plan(rounds=7, clients_per_round=3, batch_size=5)
-OFTEN = Options(validate_every=2, checkpoint_every=3)
+EVERY_SECOND = Evaluation(every=2)
+OFTEN = Options(checkpoint_every=3)
 
 
-def fitted(
-    name, *, folder=None, plan=PLAN, options=OFTEN, make=world.with_batch_norm, start_from=None
+def experiment(
+    name, *, plan=PLAN, seeds=(0,), make=world.with_batch_norm, evaluation=EVERY_SECOND, **more
 ):
-    model = world.seeded(make)
-    algorithm = world.algorithm(name, model)
-    return glocal.fit(
-        algorithm,
-        model,
-        world.federation(),
-        plan,
-        options=options,
-        folder=folder,
-        start_from=start_from,
+    """An experiment on the small federation."""
+    data = more.pop("data", None) or world.federation()
+    start_from = more.pop("start_from", None)
+    algorithm = world.algorithm(name, world.seeded(make), **more)
+    return build_experiment(
+        algorithm, data, plan=plan, seeds=seeds, evaluation=evaluation, start_from=start_from
     )
 
 
-def experiment(name, seeds=(0,)):
-    models = [world.seeded(world.with_batch_norm, seed) for seed in seeds]
-    federation = world.federation()
-    params, ledgers = tuple(params_of(model) for model in models), tuple(Ledger() for _ in seeds)
-    return Case(
-        world.algorithm(name, models[0]),
-        models[0],
-        PLAN,
-        seeds,
-        params,
-        tuple(federation for _ in seeds),
-        ledgers,
-    )
+def fitted(name, *, folder=None, options=OFTEN, **settings):
+    return Run(experiment(name, **settings), folder=folder, options=options).to_end()
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
+def some_rounds(run, count):
+    """Carry out some rounds of a run, then stop it as Ctrl-C does."""
+    remaining = iter(run)
+    for _ in range(count):
+        next(remaining)
+    remaining.close()
+
+
+@pytest.mark.parametrize("name", world.NAMES)
 @pytest.mark.parametrize("stop_after", [1, 3, 4])
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, stop_after, tmp_path):
-    whole = fit_case(experiment(name), OFTEN, tmp_path / "whole")[0]
-    broken = move_to_device(experiment(name), OFTEN)
-    progress = start_or_resume(broken, OFTEN, tmp_path / "broken")
-    rounds = train(broken, OFTEN, progress, tmp_path / "broken")
-    for _ in range(stop_after):
-        next(rounds)
-    rounds.close()
-    resumed = fit_case(experiment(name), OFTEN, tmp_path / "broken")[0]
-    assert world.same_bits(whole.state, resumed.state)
-    assert whole.as_dict() == resumed.as_dict()
-    for file in ("rows.jsonl", "checkpoint.safetensors"):
-        saved = (tmp_path / "broken" / file).read_bytes()
-        assert saved == (tmp_path / "whole" / file).read_bytes()
+    whole = fitted(name, folder=tmp_path / "whole")
+    some_rounds(Run(experiment(name), folder=tmp_path / "broken", options=OFTEN), stop_after)
+    resumed = fitted(name, folder=tmp_path / "broken")
+    assert world.same_bits(whole.group().state.alone(), resumed.group().state.alone())
+    assert whole.group().as_dict() == resumed.group().as_dict()
+    assert saved_files(tmp_path / "broken") == saved_files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
+@pytest.mark.parametrize("name", world.NAMES)
 def test_a_crash_without_warning_goes_on_from_the_last_checkpoint(name, tmp_path):
     """A kill leaves rows after the checkpoint, and half a row."""
-    whole = fit_case(experiment(name, (0, 1)), OFTEN, tmp_path / "whole")
-    broken = move_to_device(experiment(name, (0, 1)), OFTEN)
-    progress = start_or_resume(broken, OFTEN, tmp_path / "broken")
-    rounds = train(broken, OFTEN, progress, tmp_path / "broken")
+    seeds = (0, 1)
+    whole = fitted(name, folder=tmp_path / "whole", seeds=seeds)
+    rounds = iter(Run(experiment(name, seeds=seeds), folder=tmp_path / "broken", options=OFTEN))
     for _ in range(5):
         next(rounds)
     # the disk after five rounds; the checkpoint is of round three
-    crashed = tmp_path / "crashed"
-    crashed.mkdir()
-    for file in ("rows.jsonl", "checkpoint.safetensors"):
-        (crashed / file).write_bytes((tmp_path / "broken" / file).read_bytes())
-    with (crashed / "rows.jsonl").open("a") as rows:
+    shutil.copytree(tmp_path / "broken", tmp_path / "crashed")
+    with (tmp_path / "crashed/rows.jsonl").open("a") as rows:
         rows.write('{"seed": 0, "rou')
-    resumed = fit_case(experiment(name, (0, 1)), OFTEN, crashed)
-    assert all(world.same_bits(a.state, b.state) for a, b in zip(whole, resumed, strict=True))
-    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (crashed / "rows.jsonl").read_bytes()
+    resumed = fitted(name, folder=tmp_path / "crashed", seeds=seeds)
+    for one, other in zip(whole.groups, resumed.groups, strict=True):
+        assert world.same_bits(one.state.alone(), other.state.alone())
+    assert saved_files(tmp_path / "whole") == saved_files(tmp_path / "crashed")
+
+
+def test_a_checkpoint_writes_only_the_rows_that_changed(tmp_path):
+    one_round = Options(checkpoint_every=1)
+    run = Run(experiment("lg_fedavg"), folder=tmp_path, options=one_round)
+    sizes = []
+    for _ in run:
+        newest = max((tmp_path / "checkpoint").glob("*.safetensors"))
+        sizes.append(len(load_file(newest)["private 0:0.weight"]))
+    assert sizes[:-1] == [PLAN.clients_per_round] * 6
+    trained = {client for client, times in enumerate(run.finish().group().times_sampled) if times}
+    assert sizes[-1] == len(trained)  # the last one is written anew
+
+
+def test_rows_that_nobody_needs_any_more_are_written_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("glocal.federate.row_files._FEW", 4)
+    run = Run(experiment("lg_fedavg"), folder=tmp_path, options=Options(checkpoint_every=1))
+    for _ in run:
+        rows = sum(
+            len(load_file(path)["private 0:0.weight"])
+            for path in (tmp_path / "checkpoint").glob("*.safetensors")
+        )
+        assert rows <= 2 * world.NUM_CLIENTS + PLAN.clients_per_round
 
 
 STUDY = """
@@ -214,12 +215,12 @@ def test_ctrl_c_saves_what_is_done_and_prints_how_to_resume(request_to_stop, tmp
 
 
 def test_a_longer_plan_continues_a_finished_run(tmp_path):
-    every = Options(validate_every=1)
+    every = Evaluation(every=1)
     plan = glocal.Plan(4, 3, batch_size=5)
-    fitted("lg_fedavg", folder=tmp_path / "short", plan=plan, options=every)
-    longer = fitted("lg_fedavg", folder=tmp_path / "short", options=every)
-    whole = fitted("lg_fedavg", folder=tmp_path / "whole", options=every)
-    assert world.same_bits(longer.state, whole.state)
+    fitted("lg_fedavg", folder=tmp_path / "short", plan=plan, evaluation=every)
+    longer = fitted("lg_fedavg", folder=tmp_path / "short", evaluation=every)
+    whole = fitted("lg_fedavg", folder=tmp_path / "whole", evaluation=every)
+    assert world.same_bits(longer.group().state.alone(), whole.group().state.alone())
     rows = (tmp_path / "short/rows.jsonl").read_bytes()
     assert rows == (tmp_path / "whole/rows.jsonl").read_bytes()
 
@@ -227,10 +228,10 @@ def test_a_longer_plan_continues_a_finished_run(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"make": world.plain}, r"another algorithm"),
-        ({"name": "fedavg"}, r"another algorithm \(lg_fedavg: .* than the one given \(fedavg: "),
-        ({"plan": glocal.Plan(7, 2, batch_size=5)}, "another plan"),
-        ({"plan": glocal.Plan(7, 3, batch_size=5, seed=4)}, "another seeds"),
+        ({"make": world.plain}, r"another algorithm.task.model"),
+        ({"name": "fedavg"}, r"another algorithm.type .*LGFedAvg.* than the one given .*FedAvg"),
+        ({"plan": glocal.Plan(7, 2, batch_size=5)}, "another plan.clients_per_round"),
+        ({"seeds": (4,)}, "another seeds"),
     ],
 )
 def test_a_run_is_not_resumed_with_something_else(other, message, tmp_path):
@@ -250,80 +251,91 @@ def test_a_damaged_checkpoint_is_refused_and_not_changed(tmp_path):
     assert path.stat().st_size == 1000
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
-def test_personal_models_are_saved_and_load_back_as_plain_state_dicts(name, tmp_path):
-    result = fitted(name, folder=tmp_path)
-    test = world.federation().test
-    files = sorted((tmp_path / "models/seed-0").glob("*.safetensors"))
-    assert len(files) == (world.NUM_CLIENTS if result.state.private.initial else 1)
+@pytest.mark.parametrize("rounds", [1, 7])
+@pytest.mark.parametrize("name", world.NAMES)
+def test_personal_models_are_saved_and_load_back_as_plain_state_dicts(name, rounds, tmp_path):
+    """Clients that never trained share a file; so do all where nothing is private."""
+    plan = glocal.Plan(rounds, 3, batch_size=5)
+    result = fitted(name, folder=tmp_path, plan=plan).group()
+    test, models = world.federation().test, tmp_path / "models/seed-0"
     for client in range(world.NUM_CLIENTS):
+        own, untrained = (
+            models / f"client-{client:04d}.safetensors",
+            models / "untrained.safetensors",
+        )
+        everybody = models / "every-client.safetensors"
+        path = next(path for path in (everybody, own, untrained) if path.exists())
+        assert path is not own or result.times_sampled[client]
         model = world.with_batch_norm()
-        model.load_state_dict(load_file(files[client if len(files) > 1 else 0]))
+        model.load_state_dict(load_file(path))
         x, y, _ = test.of(client)
         if len(y):
             accuracy = (model.eval()(x).argmax(1) == y).double().mean().item()
-            assert result.accuracies[client] == pytest.approx(accuracy)
+            assert result.by_client[client] == pytest.approx(accuracy)
             assert torch.equal(result.model(client)(x), model(x))
 
 
 def test_a_warm_start_continues_from_the_averaged_model_and_counts_its_traffic():
     first = fitted("fedavg")
     second = fitted("lg_fedavg", start_from=first)
-    assert second.plan.first_round == 7
+    assert second.group().plan.first_round == 7
     assert second.ledger.paper.parameters > first.ledger.paper.parameters
-    fresh = experiment("lg_fedavg")
-    warm = replace(
-        fresh,
-        plan=glocal.Plan(7, 3, batch_size=5, first_round=7),
-        params=(warm_start_params(first.algorithm, first.state),),
-        spent=(first.ledger,),
-    )
-    again = fit_case(warm, OFTEN)[0]
-    assert world.same_bits(second.state, again.state)
+    fresh, earlier = experiment("lg_fedavg"), first.group()
+    params = warm_start_params(earlier.algorithm, earlier.state)
+    group = replace(fresh.groups[0], params=(params,), spent=(first.ledger,))
+    plan = glocal.Plan(7, 3, batch_size=5, first_round=7)
+    again = Run(replace(fresh, groups=(group,), plan=plan), options=OFTEN).to_end()
+    assert world.same_bits(second.group().state.alone(), again.group().state.alone())
 
 
 def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
     """With other labels of the test data, the same round is selected."""
-    model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.5, momentum=0.9))
-    results, options = [], Options(validate_every=1, select="best")
+    task = glocal.classification(world.seeded(world.plain))
+    algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.5, momentum=0.9))
+    results, evaluation = [], Evaluation(every=1, select="best")
     for shift in (0, 1):
         test = world.clients((30, 30, 30), seed=shift + 5)
         federation = world.federation(sizes=(60, 60, 60), test=test, validation=0.3)
         labels = federation.test.examples.y
         labels.copy_((labels + shift) % world.CLASSES)
-        plan, folder = glocal.Plan(12, 2), tmp_path / str(shift)
-        result = glocal.fit(algorithm, model, federation, plan, options=options, folder=folder)
-        results.append(result)
+        result = glocal.fit(
+            algorithm,
+            federation,
+            rounds=12,
+            clients_per_round=2,
+            evaluation=evaluation,
+            folder=tmp_path / str(shift),
+            progress=False,
+        )
+        results.append(result.group())
     scores = [row["validation"] for row in read_rows(tmp_path / "0/rows.jsonl")]
     assert results[0].selected_round == results[1].selected_round == scores.index(max(scores)) + 1
-    assert results[0].validation.mean == pytest.approx(max(scores))
+    validation = results[0].validation["accuracy"].summary()
+    assert validation.mean == pytest.approx(max(scores))
     assert trees.same_bits(results[0].state.shared, results[1].state.shared)
 
 
 def test_selection_without_validation_data_is_refused():
-    model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
-    data, options = world.federation(validation=0.0), Options(select="best")
+    data, best = world.federation(validation=0.0), Evaluation(select="best")
     with pytest.raises(InputError, match="needs validation data, and no client has any"):
-        glocal.fit(algorithm, model, data, PLAN, options=options)
+        fitted("fedavg", data=data, evaluation=best)
 
 
 def test_clients_never_sampled_are_reported():
-    result = fitted("lg_fedavg", plan=glocal.Plan(1, 2))
+    result = fitted("lg_fedavg", plan=glocal.Plan(1, 2)).group()
     assert result.as_dict()["never_sampled"] == 4
     assert sum(result.times_sampled) == 2
 
 
 def test_evaluation_and_the_ensemble_are_in_the_ledger():
-    result = fitted("lg_fedavg")
+    result = fitted("lg_fedavg").group()
     shared, local = trees.numel(result.state.shared), trees.numel(result.state.private.initial)
     with_val, with_test = (
         len(result.sizes[part]) - result.sizes[part].count(0) for part in ("val", "test")
     )
     validations = 3  # after rounds 2, 4 and 6
     assert result.ledger.evaluation.parameters == shared * (validations * with_val + with_test)
-    assert result.ledger.ensemble.parameters == local * len(result.state.private.trained)
+    assert result.ledger.ensemble.parameters == local * len(result.state.private.stored)
 
 
 def test_rows_are_json_with_the_traffic_so_far(tmp_path):
@@ -343,14 +355,48 @@ def test_an_unknown_client_number_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"select": "test"}, "'last' or 'best'"),
         ({"checkpoint_every": 0}, "checkpoint_every is 0; a whole number from 1"),
-        ({"validate_every": -1}, "validate_every is -1; a whole number from 1"),
+        ({"save": "all"}, "save is 'all'; it must be 'everything' or 'metrics'"),
     ],
 )
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"select": "test"}, "'last', 'best' or a metric with its direction"),
+        ({"select": 3}, "select is 3; 'last', 'best' or a metric"),
+        ({"every": -1}, "every is -1; a whole number from 1"),
+        ({"new_test": "no"}, "new_test is 'no'; True or False was expected"),
+    ],
+)
+def test_an_invalid_evaluation_is_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        Evaluation(**settings)
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        ("max loss", "loss is better when lower; use 'min loss'"),
+        ("min accuracy", "accuracy is better when higher; use 'max accuracy'"),
+        ("max acuracy", "there is no metric 'acuracy'; did you mean 'accuracy'?"),
+    ],
+)
+def test_a_metric_is_selected_by_its_own_direction(select, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        fitted("fedavg", evaluation=Evaluation(select=select))
+
+
+def test_rounds_are_selected_by_the_metric_that_is_named(tmp_path):
+    lowest = Evaluation(every=1, select="min loss")
+    result = fitted("fedavg", folder=tmp_path, evaluation=lowest)
+    losses = [row["metrics"]["loss"] for row in read_rows(tmp_path / "rows.jsonl")]
+    assert result.group().selected_round == losses.index(min(losses)) + 1
+    assert {metric.name for metric in result.metrics.metrics} == {"accuracy", "loss"}
 
 
 @pytest.mark.parametrize(
@@ -363,12 +409,12 @@ def test_engines_that_do_not_exist_are_refused(options):
 
 @pytest.mark.parametrize("name", ["fedavg", "lg_fedavg"])
 def test_the_best_round_survives_a_stop(name, tmp_path):
-    best = Options(validate_every=1, checkpoint_every=1, select="best")
-    whole = fitted(name, folder=tmp_path / "whole", options=best)
-    fitted(name, folder=tmp_path / "parts", plan=glocal.Plan(3, 3, batch_size=5), options=best)
-    resumed = fitted(name, folder=tmp_path / "parts", options=best)
+    how = {"evaluation": Evaluation(every=1, select="best"), "options": Options(checkpoint_every=1)}
+    whole = fitted(name, folder=tmp_path / "whole", **how).group()
+    fitted(name, folder=tmp_path / "parts", plan=glocal.Plan(3, 3, batch_size=5), **how)
+    resumed = fitted(name, folder=tmp_path / "parts", **how).group()
     assert resumed.selected_round == whole.selected_round
-    assert world.same_bits(resumed.state, whole.state)
+    assert world.same_bits(resumed.state.alone(), whole.state.alone())
     assert resumed.as_dict() == whole.as_dict()
 
 
@@ -387,20 +433,17 @@ def test_a_stop_while_a_row_is_written_loses_no_row(tmp_path, monkeypatch):
         fitted("lg_fedavg", folder=tmp_path / "stopped")
     monkeypatch.undo()
     resumed = fitted("lg_fedavg", folder=tmp_path / "stopped")
-    assert world.same_bits(whole.state, resumed.state)
+    assert world.same_bits(whole.group().state.alone(), resumed.group().state.alone())
     rows = (tmp_path / "stopped/rows.jsonl").read_bytes()
     assert rows == (tmp_path / "whole/rows.jsonl").read_bytes()
 
 
 def test_clients_of_different_sizes_are_tested_the_same_on_every_engine():
-    model = world.seeded(world.plain)
-    federation = world.federation(sizes=(2000, 50, 700, 3), test=0.4)
-    algorithm = world.algorithm("lg_fedavg", model, num_clients=4)
+    data = world.federation(sizes=(2000, 50, 700, 3), test=0.4)
     plan, results = glocal.Plan(1, 4, batch_size=50), []
     for changes in ({}, {"engine": "looped"}, {"chunk_size": 1}, {"chunk_size": 3}):
-        options = Options(validate_every=1, **changes)
-        result = glocal.fit(algorithm, model, federation, plan, options=options)
-        results.append((result.accuracies.tolist()[:3], result.new_spread))
+        result = fitted("lg_fedavg", data=data, plan=plan, options=Options(**changes)).group()
+        results.append((result.by_client.tolist()[:3], result.new))
     assert results.count(results[0]) == 4
 
 
@@ -414,49 +457,38 @@ def other_data():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"optimizer": glocal.Adam(0.01)}, "another algorithm"),
-        ({"optimizer": glocal.SGD(0.2, momentum=0.5)}, "another algorithm"),
-        ({"federation": other_data}, "another data"),
-        ({"options": Options(select="best")}, "another choice"),
+        ({"optimizer": glocal.Adam(lr=0.01)}, "another algorithm.optimizer.type"),
+        (
+            {"optimizer": glocal.SGD(lr=0.2, momentum=0.5)},
+            r"another algorithm.optimizer.lr \(0.1\) than the one given \(0.2\)",
+        ),
+        ({"data": other_data()}, "another data"),
+        ({"evaluation": Evaluation(every=2, select="best")}, "another evaluation.select"),
+        ({"aggregation": glocal.Mean(by="clients")}, "another algorithm.aggregation.by"),
+        ({"aggregation": glocal.Median()}, "another algorithm.aggregation.type"),
+        ({"task": "another loss"}, "another algorithm.task.loss"),
     ],
 )
-def test_a_run_is_not_resumed_with_another_optimizer_data_or_selection(other, message, tmp_path):
-    model = world.seeded(world.plain)
-
-    def again(optimizer=None, federation=world.federation, options=None):
-        algorithm = world.algorithm("lg_fedavg", model, optimizer=optimizer)
-        return glocal.fit(algorithm, model, federation(), PLAN, options=options, folder=tmp_path)
-
-    again()
+def test_a_run_is_not_resumed_with_another_setting(other, message, tmp_path):
+    if other.get("task"):
+        loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+        other = {"task": glocal.Task(world.seeded(world.with_batch_norm), loss, "accuracy")}
+    fitted("lg_fedavg", folder=tmp_path)
     with pytest.raises(InputError, match=message):
-        again(**other)
+        fitted("lg_fedavg", folder=tmp_path, **other)
 
 
 def test_a_warm_start_from_mtl_is_its_mean_and_from_local_only_is_refused():
-    mtl = fitted("mtl")
+    mtl = fitted("mtl").group()
     start = trees.pick(warm_start_params(mtl.algorithm, mtl.state), mtl.state.shared)
     assert trees.same_bits(start, mtl.state.shared)
-    with pytest.raises(InputError, match="local_only shares nothing"):
+    with pytest.raises(InputError, match="LocalOnly shares nothing"):
         fitted("lg_fedavg", start_from=fitted("local_only"))
 
 
 def test_a_warm_start_from_another_model_is_refused():
     with pytest.raises(InputError, match="start_from is of another model"):
         fitted("lg_fedavg", start_from=fitted("fedavg", make=world.plain))
-
-
-def test_mtl_made_for_another_number_of_clients_is_refused():
-    model = world.seeded(world.plain)
-    with pytest.raises(InputError, match="mtl: made for 5 clients, but the data have 6"):
-        glocal.fit(world.algorithm("mtl", model, num_clients=5), model, world.federation(), PLAN)
-
-
-def test_a_split_of_another_model_is_refused():
-    split = world.first_half(world.with_batch_norm())
-    model = world.seeded(world.plain)
-    algorithm = world.algorithm("lg_fedavg", model, split=split)
-    with pytest.raises(InputError, match="the split is of another model"):
-        glocal.fit(algorithm, model, world.federation(), PLAN)
 
 
 def test_a_run_in_two_parts_has_the_traffic_of_one(tmp_path):
@@ -495,29 +527,28 @@ def test_a_longer_study_does_not_move_the_start_of_its_warm_started_experiments(
 
 
 def test_a_run_that_saves_metrics_only_has_no_models_and_cannot_be_resumed(tmp_path):
-    metrics = Options(validate_every=2, checkpoint_every=3, save="metrics")
+    metrics = Options(checkpoint_every=3, save="metrics")
     whole, light = (
-        fitted("lg_fedavg", folder=tmp_path / each.save, options=each) for each in (OFTEN, metrics)
+        fitted("lg_fedavg", folder=tmp_path / each.save, options=each).group()
+        for each in (OFTEN, metrics)
     )
     assert light.as_dict() == whole.as_dict()
     results = [tmp_path / name / "result.json" for name in ("metrics", "everything")]
     assert results[0].read_bytes() == results[1].read_bytes()
     assert not (tmp_path / "metrics/models").exists()
     files = [tmp_path / name / "checkpoint.safetensors" for name in ("metrics", "everything")]
-    assert files[0].stat().st_size < files[1].stat().st_size / 2
+    assert files[0].stat().st_size < files[1].stat().st_size
+    assert not (tmp_path / "metrics/checkpoint").exists()
     longer = glocal.Plan(9, 3, batch_size=5)
     with pytest.raises(InputError, match="has only the metrics of its run, so it cannot go on"):
         fitted("lg_fedavg", folder=tmp_path / "metrics", options=metrics, plan=longer)
 
 
 def test_a_run_that_saves_metrics_only_is_resumed_after_a_stop(tmp_path):
-    metrics = Options(validate_every=2, checkpoint_every=3, save="metrics")
-    begun = move_to_device(experiment("lg_fedavg"), metrics)
-    for moment in train(begun, metrics, start_or_resume(begun, metrics, tmp_path), tmp_path):
-        if moment.progress.done == 4:
-            break
-    resumed = fitted("lg_fedavg", folder=tmp_path, options=metrics)
-    assert resumed.as_dict() == fitted("lg_fedavg", options=metrics).as_dict()
+    metrics = Options(checkpoint_every=3, save="metrics")
+    some_rounds(Run(experiment("lg_fedavg"), folder=tmp_path, options=metrics), 4)
+    resumed = fitted("lg_fedavg", folder=tmp_path, options=metrics).group()
+    assert resumed.as_dict() == fitted("lg_fedavg", options=metrics).group().as_dict()
 
 
 @pytest.mark.parametrize(
@@ -562,17 +593,37 @@ rounds = 1
 """
 
 
+class Shared:
+    """A callback that collects the shared tree after every round."""
+
+    def __init__(self, name):
+        self.name, self.seen = name, []
+
+    def on_round(self, run, records):
+        self.seen.append((self.name, records[0].done, run.progress.states[0].shared))
+
+
 def run_warm(folder, *changes):
-    """Run the study above; the steps."""
-    return list(run_study(from_dict(tomllib.loads(WARM), changes), folder))
+    """Run the study above; every experiment's shared tree after each round."""
+    study, seen = from_dict(tomllib.loads(WARM), changes), []
+    original = StudyRun._callbacks
+
+    def with_spy(self, name):
+        spy = Shared(name)
+        spy.seen = seen
+        return [*original(self, name), spy]
+
+    StudyRun._callbacks = with_spy
+    try:
+        list(run_study(study, folder))
+    finally:
+        StudyRun._callbacks = original
+    return seen
 
 
 def shared_by_round(steps):
     """The first experiment's shared tree after each round."""
-    progress = [
-        step.moment.progress for step in steps if step.experiment == "first" and step.moment
-    ]
-    return {each.done: each.states[0].shared for each in progress}
+    return {done: shared for name, done, shared in steps if name == "first"}
 
 
 def snapshot(folder, name):
@@ -631,14 +682,14 @@ def test_an_experiment_that_has_begun_does_not_change_its_start(tmp_path):
 
 def test_a_finished_run_is_not_used_for_one_with_other_tests(tmp_path):
     run_warm(tmp_path, "run.tests=local")
-    with pytest.raises(InputError, match=r"first was made with another choice .*'tests': 'local'"):
+    with pytest.raises(InputError, match=r"first was made with another evaluation.new_test"):
         run_warm(tmp_path)
 
 
-def test_a_key_of_a_fingerprint_may_not_be_left_out(tmp_path):
-    message = r"was made with another audit \(all\) than the one given \(None\)"
+def test_a_key_of_a_spec_may_not_be_left_out(tmp_path):
+    message = r'was made with another audit \(all\) than the one given \(none\)'
     with pytest.raises(InputError, match=message):
-        _require_same_fingerprint({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
+        _require_same_spec({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
 
 
 def test_without_selection_start_model_last_is_the_default(tmp_path):

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from glocal.federate.kinds import Kind, fit_kinds
+from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 
 import glocal
 from glocal.cli.join import reserve_folder
 from glocal.core.errors import InputError
 from glocal.core.files import lock_folder, read_rows
 from glocal.core.sampling import Availability
-from glocal.federate.kinds import Kind, fit_kinds
-from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from glocal.studies import run_study
 from glocal.studies.settings import ExperimentSettings, Settings, from_dict
 from glocal.studies.study import Study, StudyPart

@@ -4,13 +4,13 @@ import json
 from importlib import import_module
 
 import pytest
+from glocal.federate.fitting import Options, Pretraining
+from glocal.federate.kinds import Kind, fit_kinds
+from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from torch import nn
 
 import glocal
 from glocal.core.sampling import Availability
-from glocal.federate.fitting import Options, Pretraining
-from glocal.federate.kinds import Kind, fit_kinds
-from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from tests.support import world
 
 # so many rounds that engines are measured, and no checkpoint before the end

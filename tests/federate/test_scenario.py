@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
+import glocal.federate.scenario
 import numpy as np
 import pytest
 import torch
+from glocal.federate.fitting import Case, Options, fit
+from glocal.federate.scenario import Chapter, Scenario, Story, fit_scenario, participation
 
-import glocal.federate.scenario
 from glocal.cli import main
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
@@ -22,9 +24,7 @@ from glocal.datasets.federated import FederatedData
 from glocal.datasets.rotation import add_rotated_copies, rotate_images
 from glocal.engines import Executor
 from glocal.evaluate.forgetting import AccuracyHistory
-from glocal.federate.fitting import Case, Options, fit
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
-from glocal.federate.scenario import Chapter, Scenario, Story, fit_scenario, participation
 from glocal.studies import STUDIES, from_toml, run_study, with_overrides
 from glocal.studies.groups import build_scenario, rotation_angle
 from glocal.studies.run import resolve

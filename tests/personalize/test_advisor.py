@@ -11,22 +11,27 @@ import torch
 from torch import nn
 
 import glocal
-from glocal.algorithms import fedavg, lg_fedavg
+from glocal.algorithms import FedAvg, LGFedAvg
 from glocal.cli import main
 from glocal.cli.advise import print_advice, recommendation
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
-from glocal.core.training import cross_entropy
+from glocal.core.task import classification, regression
 from glocal.engines import Executor
 from glocal.evaluate.intervals import ConfidenceInterval
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.personalize.advisor import AdvisorConfig, Budget, advise, halving, search
 from glocal.personalize.advisor.budget import Cost
 from glocal.personalize.advisor.candidates import make_candidates
-from glocal.personalize.advisor.groups import accuracy_difference, find_groups
-from glocal.personalize.advisor.halving import HalvingSetup, Stage, run_rounds, start_halving
+from glocal.personalize.advisor.groups import find_groups, find_lead
+from glocal.personalize.advisor.halving import (
+    HalvingSetup,
+    Stage,
+    build_whole_executor,
+    run_rounds,
+    start_halving,
+)
 from glocal.personalize.advisor.variances import estimate_variances
 from glocal.studies import STUDIES, with_overrides
 from glocal.studies.models import lenet5
@@ -59,18 +64,20 @@ def federation(*, own_labels, examples=60):
     return glocal.FederatedData.from_tensors(clients)
 
 
-def advice_for(fed, *, plan=None, **config):
-    model = world.seeded(two_layers)
-    algorithm = fedavg(cross_entropy(model), SGD)
+def fedavg(optimizer=SGD, **task):
+    return FedAvg(classification(world.seeded(two_layers), **task), optimizer=optimizer)
+
+
+def advice_for(fed, *, plan=None, algorithm=None, **config):
     plan = plan or Plan(10, 4, batch_size=10)
-    return advise(algorithm, model, fed, plan, config=replace(QUICK, **config))
+    return advise(algorithm or fedavg(), fed, plan, config=replace(QUICK, **config))
 
 
 def test_clients_that_label_differently_keep_the_last_layer_local():
     advice = advice_for(federation(own_labels=True, examples=200))
     assert "2" in advice.choice.local
     assert advice.variances["all"].low > 0.5
-    worst = min(advice.rows, key=lambda row: row.accuracy[1])
+    worst = min(advice.rows, key=lambda row: row.figures[1])
     assert "2" in worst.candidate.shared
 
 
@@ -82,7 +89,7 @@ def test_clients_with_the_same_distribution_share():
 
 def test_the_same_seed_gives_the_same_advice():
     first, second = (advice_for(federation(own_labels=True)) for _ in range(2))
-    assert [row.accuracy for row in first.rows] == [row.accuracy for row in second.rows]
+    assert [row.figures for row in first.rows] == [row.figures for row in second.rows]
     assert first.variances == second.variances
 
 
@@ -141,28 +148,27 @@ def test_clients_without_a_difference_have_no_between_client_variance():
 )
 def test_a_candidate_trains_as_lg_fedavg_does(name):
     """Side by side with other candidates it takes the steps that the simulator would."""
-    model, fed = world.seeded(two_layers), federation(own_labels=True)
-    plan, objective = Plan(3, NUM_CLIENTS, batch_size=10), cross_entropy(model)
-    candidates, start = make_candidates(model), params_of(model)
-    executor = Executor(fedavg(objective, SGD).client_update, engine="vmapped")
-    setup = HalvingSetup(plan, fed.train, np.arange(NUM_CLIENTS), executor)
-    candidate_states, ledger = start_halving(candidates, start, NUM_CLIENTS), Ledger()
-    for trained, traffic in run_rounds(setup, candidate_states, range(3)):
+    algorithm, fed = fedavg(), federation(own_labels=True)
+    plan, task = Plan(3, NUM_CLIENTS, batch_size=10), algorithm.task
+    candidates, start = make_candidates(task.model), params_of(task.model)
+    setup = HalvingSetup(algorithm, plan, fed.train, np.arange(NUM_CLIENTS))
+    executor = build_whole_executor(setup, engine="vmapped")
+    candidate_states, ledger = start_halving(setup, candidates, start), Ledger()
+    for trained, traffic in run_rounds(executor, candidate_states, range(3)):
         candidate_states, ledger = trained, ledger + traffic
     (candidate_state,) = (each for each in candidate_states if each.candidate.name == name)
-    algorithm = lg_fedavg(objective, SGD, split=candidate_state.candidate.split)
-    alone = Executor(algorithm.client_update, engine="vmapped")
-    seat = Seat(plan, fed.train, initial_state(algorithm, start))
-    state = world.last(simulate_seeds(algorithm, [seat], alone))[0][0]
-    for client, ours in enumerate(candidate_state.models):
-        expected = algorithm.personal(state.shared, state.private.of(client))
+    split = candidate_state.candidate.split
+    lg = LGFedAvg(task, optimizer=SGD, local=sorted(split.local), shared=sorted(split.shared))
+    state, _ = world.last(world.simulate(lg, fed.train, plan, engine="vmapped"))
+    for client, ours in candidate_state.models.items():
+        expected = lg.personal(state.shared, state.private[0].of(client))
         assert world.distance(ours, expected) < 1e-5
     sent = sum(trees.nbytes(each.split.take_shared(start)) for each in candidates)
     assert ledger.total.bytes == 3 * 2 * NUM_CLIENTS * sent
 
 
-def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
-    """Spied on are uploads, updates of halves, and the accuracies that decide a stage."""
+def test_nothing_but_models_and_scores_crosses(monkeypatch):
+    """Spied on are uploads, updates of halves, and the scores that decide a stage."""
     crossed = []
 
     def spy(module, name, read):
@@ -174,15 +180,15 @@ def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    def shapes_of(arguments):
-        return {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()}
+    def shapes_of(stacked):
+        return {name: tuple(tensor.shape[1:]) for name, tensor in stacked.items()}
 
-    spy(halving, "admit", shapes_of)
-    spy(search, "estimate_variances", shapes_of)
+    spy(halving, "collect", lambda arguments: shapes_of(arguments[2][0].payloads))
+    spy(search, "estimate_variances", lambda arguments: shapes_of(arguments[0]))
     spy(search, "keep_better_half", lambda arguments: arguments[1])
     advice_for(federation(own_labels=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in params_of(two_layers()).items()}
-    assert {name for name, _ in crossed} == {"admit", "estimate_variances", "keep_better_half"}
+    assert {name for name, _ in crossed} == {"collect", "estimate_variances", "keep_better_half"}
     for name, content in crossed:
         if name == "keep_better_half":
             assert content.halves.shape == (2, 4, 8)  # one number per half, candidate and client
@@ -195,7 +201,7 @@ def test_what_crosses_is_counted():
     whole = trees.nbytes(params_of(two_layers()))
     warm_up, halves = 10 * 4 * 2 * whole, 8 * 3 * whole
     sent = {row.candidate.name: row.sent_fraction * whole for row in advice.rows}
-    second_stage = [sent[row.candidate.name] for row in advice.rows if 3 in row.accuracy]
+    second_stage = [sent[row.candidate.name] for row in advice.rows if 3 in row.figures]
     stages = 3 * 8 * sum(sent.values()) + 5 * 8 * sum(second_stage)
     assert advice.cost.ledger.total.bytes == pytest.approx(warm_up + halves + stages)
     assert advice.cost.updates == 10 * 4 + 8 + 4 * 8 + 2 * 2 * 8
@@ -273,8 +279,8 @@ def test_chance_makes_no_group():
 def test_a_difference_is_taken_at_the_last_stage_with_both_candidates():
     first = stage(np.full(10, 0.2))
     last = stage(np.full(10, 0.1), names=("all shared", "last 1 shared"))
-    early = accuracy_difference([first, last], "first 1 shared", "all shared")
-    late = accuracy_difference([first, last], "last 1 shared", "all shared")
+    early = find_lead([first, last], "first 1 shared", "all shared")
+    late = find_lead([first, last], "last 1 shared", "all shared")
     assert early.mean == pytest.approx(0.2)
     assert late.mean == pytest.approx(0.1)
 
@@ -321,7 +327,7 @@ def test_what_sharing_nothing_is_clearly_ahead_of_is_not_equally_good():
     names, gaps = ("nothing shared", "first 1 shared", "first 2 shared"), np.zeros((3, 30))
     gaps[1], gaps[2] = -0.004 + 0.02 * np.resize([1, -1], 30), -0.005
     close = Stage(4, names, np.stack([shares + gaps] * 2), np.full((2, 30), 50))
-    assert accuracy_difference([close], "first 1 shared", "first 2 shared").low < 0
+    assert find_lead([close], "first 1 shared", "first 2 shared").low < 0
     assert search._equally_good([close], 0.01) == ["first 1 shared"]
 
 
@@ -333,8 +339,8 @@ def advice_to_share_all(*, ahead):
     gap = ConfidenceInterval(ahead, ahead - 0.02, ahead + 0.02)
     nothing, everything = advice.rows
     rows = (
-        nothing._replace(difference=gap, accuracy={1: 0.5 + ahead}),
-        everything._replace(accuracy={1: 0.5}),
+        nothing._replace(lead=gap, figures={1: 0.5 + ahead}),
+        everything._replace(figures={1: 0.5}),
     )
     return replace(
         advice,
@@ -398,19 +404,29 @@ def test_an_invalid_budget_is_refused(text):
 
 
 def test_an_algorithm_with_private_parts_is_refused():
-    model = world.seeded(two_layers)
-    split = glocal.Split.of(model, local="0")
-    algorithm = lg_fedavg(cross_entropy(model), SGD, split=split)
-    with pytest.raises(InputError, match="begin with an algorithm that shares everything"):
-        advise(algorithm, model, federation(own_labels=True), Plan(2, 2))
+    task = classification(world.seeded(two_layers))
+    for kind in (LGFedAvg, FedAvg):
+        algorithm = kind(task, optimizer=SGD, local="0")
+        with pytest.raises(InputError, match="begin with FedAvg, which shares everything"):
+            advise(algorithm, federation(own_labels=True), Plan(2, 2))
 
 
 def test_training_that_diverged_gives_no_advice():
-    model = world.seeded(two_layers)
-    algorithm = fedavg(cross_entropy(model), glocal.SGD(1e30))
     data, plan = federation(own_labels=True), Plan(3, 4)
+    with pytest.raises(InputError, match="training diverged in round .*; lower the learning rate"):
+        advise(fedavg(glocal.SGD(1e30)), data, plan, config=QUICK)
+
+
+def test_updates_that_are_not_finite_give_no_advice(monkeypatch):
+    spread = search.estimate_variances
+
+    def infinite(*arguments):
+        whole = spread(*arguments)["all"]
+        return {"all": whole._replace(within_client=float("inf"))}
+
+    monkeypatch.setattr(search, "estimate_variances", infinite)
     with pytest.raises(InputError, match=r"training diverged; lower optimizer\.lr"):
-        advise(algorithm, model, data, plan, config=QUICK)
+        advice_for(federation(own_labels=True), plan=Plan(2, 2))
 
 
 def test_too_few_clients_or_examples_are_refused():
@@ -522,17 +538,68 @@ def test_a_study_of_the_users_own_gets_advice(capsys, tmp_path, monkeypatch):
     assert "6 clients with" in capsys.readouterr().out
 
 
-def test_candidates_are_compared_by_the_given_metric():
-    def worthless(predictions, labels, group):
-        return torch.zeros_like(predictions, dtype=torch.float32)
+def worthless(outputs, targets):
+    return torch.zeros(len(targets))
 
-    model = world.seeded(two_layers)
-    advice = advise(
-        fedavg(cross_entropy(model), SGD),
-        model,
-        federation(own_labels=True),
-        Plan(4, 4, batch_size=10),
-        config=QUICK,
-        metric=worthless,
+
+def test_candidates_are_compared_by_the_tasks_metric():
+    advice = advice_for(
+        federation(own_labels=True), plan=Plan(4, 4), algorithm=fedavg(metrics=worthless)
     )
-    assert all({*row.accuracy.values()} == {0} for row in advice.rows)
+    assert advice.metric.name == "worthless"
+    assert all({*row.figures.values()} == {0} for row in advice.rows)
+
+
+def test_of_a_metric_that_is_an_error_less_is_better():
+    """Clients whose numbers are all shifted do better with a last layer of their own."""
+    generator = torch.Generator().manual_seed(0)
+    clients = []
+    for shift in range(NUM_CLIENTS):
+        x = torch.randn(100, FEATURES, generator=generator)
+        clients.append((x, x.sum(1) + 10 * shift))
+    model = world.seeded(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Linear(8, 1)))
+    algorithm = FedAvg(regression(model, metrics="rmse"), optimizer=glocal.SGD(0.001))
+    advice = advice_for(glocal.FederatedData.from_tensors(clients), algorithm=algorithm)
+    figures = {row.candidate.name: row.figures[1] for row in advice.rows}
+    leads = {row.candidate.name: row.lead.mean for row in advice.rows}
+    assert "1" in advice.choice.local
+    assert figures["all shared"] > figures[advice.choice.name] > 0
+    assert leads["all shared"] < 0
+    assert advice.as_dict()["metric"]["name"] == "rmse"
+    lines = recommendation(advice)
+    assert not any("points" in line for line in lines)
+
+
+def test_a_table_of_errors_has_no_per_cent(capsys):
+    rmse = glocal.Metric("rmse", per_example=worthless, higher_is_better=False)
+    print_advice(replace(advice_to_share_all(ahead=0.01), metric=rmse))
+    printed = capsys.readouterr().out
+    assert "The search: rmse on held-out data" in printed
+    assert "was ahead by 0.01 (-0.01 to +0.03)" in printed
+
+
+def test_clients_for_which_the_metric_is_undefined_do_not_count():
+    halves = np.full((2, 2, 5), 0.5)
+    halves[:, 1] += 0.2
+    halves[0, :, 3] = halves[:, :, 4] = np.nan
+    half_known = Stage(1, ("all shared", "first 1 shared"), halves, np.full((2, 5), 9))
+    assert half_known.ranking() == ["first 1 shared", "all shared"]
+    assert half_known.scores_of("first 1 shared")[:4].tolist() == pytest.approx([0.7] * 4)
+    assert find_lead([half_known], "first 1 shared", "all shared").mean == pytest.approx(0.2)
+
+
+def test_a_metric_that_is_undefined_for_everybody_gives_no_advice():
+    nobody = glocal.Metric("nobody", of_client=lambda outputs, targets: None)
+    with pytest.raises(InputError, match="nobody is undefined for the examples that every"):
+        advice_for(
+            federation(own_labels=True), plan=Plan(2, 2), algorithm=fedavg(metrics=nobody)
+        )
+
+
+@pytest.mark.parametrize(("unit", "found"), [(1.0, True), (20.0, False)])
+def test_tolerances_of_a_metric_that_is_no_fraction_are_shares_of_it(unit, found):
+    ahead = np.array([0.1] * 10 + [-0.1] * 20)
+    scaled = stage(ahead, noise=0.02)._replace(unit=unit)
+    assert bool(find_groups([scaled], "all shared", np.arange(30))) == found
+    behind = stage(np.full(30, -0.15), noise=0.6)._replace(unit=unit)
+    assert (len(search._equally_good([behind], 0.01)) == 2) == (not found)

@@ -6,69 +6,73 @@ import torch
 from torch import nn
 
 import glocal
-from glocal.algorithms import apfl
+from glocal.algorithms import APFL, FedAvg
+from glocal.algorithms.adapt_only import AdaptOnly
 from glocal.algorithms.apfl import ALPHA
-from glocal.algorithms.contract import freeze_shared
+from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
-from glocal.core.training import cross_entropy, supervised
-from glocal.federate.rounds import initial_state, simulate
-from glocal.personalize.mixing import (
-    TrainedAPFL,
-    alphas_of,
-    losses_by_alpha,
-    tune_alphas,
-    with_alphas,
-)
+from glocal.core.task import Task, classification
+from glocal.personalize.mixing import alphas_of, losses_by_alpha, tune_alphas, with_alphas
 from tests.support import world
 
 PLAN = Plan(rounds=6, clients_per_round=4, local_epochs=2, batch_size=5)
 
 
-def trained(fed=None, *, plan=PLAN, **hyperparameters):
-    model = world.seeded(world.plain)
+def fit(kind, fed, **settings):
+    """The result of some rounds on the same model."""
+    hyperparameters = {
+        name: settings.pop(name) for name in ("alpha", "alpha_lr") if name in settings
+    }
+    task = classification(world.seeded(world.plain))
+    algorithm = kind(task, optimizer=SGD(0.1), **hyperparameters)
+    size = {"clients_per_round": 4, "local_epochs": 2, "batch_size": 5}
+    return glocal.fit(algorithm, fed, rounds=PLAN.rounds, **size, progress=False, **settings)
+
+
+def trained(fed=None, **hyperparameters):
     fed = fed or world.federation(sizes=(40,) * world.NUM_CLIENTS, validation=0.3)
-    algorithm = apfl(cross_entropy(model), SGD(0.1), **hyperparameters)
-    return glocal.fit(algorithm, model, fed, plan), fed
+    return fit(APFL, fed, **hyperparameters), fed
 
 
 def half_square(output, target):
     return 0.5 * (output.squeeze(1) - target).square()
 
 
-def test_one_step_is_algorithm_1_by_hand():
-    """Two steps of f(w) = (w - 3)^2 / 2 from w = v = 1; the gradient of v has the factor alpha."""
+def of_one_number(**hyperparameters):
+    """APFL on a model of one number, 1, and a client with one example."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     train = glocal.FederatedData.from_tensors(
         [(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0
     ).train
-    algorithm = apfl(supervised(model, half_square), SGD(0.1), alpha=0.25)
-    state, _ = world.last(simulate(algorithm, params_of(model), train, Plan(2, 1)))
+    return APFL(Task(model, half_square), optimizer=SGD(0.1), **hyperparameters), train
+
+
+def test_one_step_is_algorithm_1_by_hand():
+    """Two steps of f(w) = (w - 3)^2 / 2 from w = v = 1; the gradient of v has the factor alpha."""
+    algorithm, train = of_one_number(alpha=0.25)
+    state, _ = world.last(world.simulate(algorithm, train, Plan(2, 1)))
+    private = state.private[0].of(0)
     w, v = 1.0, 1.0
     for _ in range(2):
         mixture = 0.25 * v + 0.75 * w
         w, v = w - 0.1 * (w - 3), v - 0.1 * 0.25 * (mixture - 3)
     assert state.shared["weight"].item() == pytest.approx(w)
-    assert state.private.of(0)["weight"].item() == pytest.approx(v)
-    assert algorithm.personal(state.shared, state.private.of(0))["weight"].item() == pytest.approx(
-        0.25 * v + 0.75 * w
-    )
+    assert private["own/weight"].item() == pytest.approx(v)
+    personal = algorithm.personal(state.shared, private)
+    assert personal["weight"].item() == pytest.approx(0.25 * v + 0.75 * w)
 
 
 def test_alpha_takes_one_gradient_step_a_round():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    train = glocal.FederatedData.from_tensors(
-        [(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0
-    ).train
-    algorithm = apfl(supervised(model, half_square), SGD(0.1), alpha=0.5, alpha_lr=2.0)
-    states = [state for state, _ in simulate(algorithm, params_of(model), train, Plan(2, 1))]
-    first, second = (state.private.of(0)[ALPHA].item() for state in states)
+    algorithm, train = of_one_number(alpha=0.5, alpha_lr=2.0)
+    states = [state for state, _ in world.simulate(algorithm, train, Plan(2, 1))]
+    private = [state.private[0].of(0) for state in states]
+    first, second = (row[ALPHA].item() for row in private)
     assert first == 0.5  # both models start with the same weights
-    w, v = states[0].shared["weight"].item(), states[0].private.of(0)["weight"].item()
+    w, v = states[0].shared["weight"].item(), private[0]["own/weight"].item()
     assert second == pytest.approx(0.5 - 2.0 * (v - w) * (0.5 * v + 0.5 * w - 3), abs=1e-5)
 
 
@@ -84,41 +88,41 @@ def test_with_an_alpha_lr_of_0_alpha_is_constant():
     assert alphas_of(result) == pytest.approx([0.3] * world.NUM_CLIENTS)
 
 
-def test_neither_alpha_nor_the_own_model_is_uploaded():
-    model, received = world.seeded(world.plain), []
-    algorithm = apfl(cross_entropy(model), SGD(0.1), alpha_lr=1.0)
+def test_neither_alpha_nor_the_own_model_is_uploaded(monkeypatch):
+    algorithm = APFL(classification(world.seeded(world.plain)), optimizer=SGD(0.1), alpha_lr=1.0)
+    names, received, server_update = algorithm.task.trainable, [], APFL.server_update
 
-    def spy(shared, uploads, weights):
-        received.append(uploads)
-        return algorithm.aggregate(shared, uploads, weights)
+    def spy(own, shared, server, uploads):
+        received.append(uploads.messages)
+        return server_update(own, shared, server, uploads)
 
-    spied = algorithm._replace(aggregate=spy)
-    rounds = simulate(spied, params_of(model), world.federation().train, PLAN)
-    for (state, report), uploads in zip(rounds, received, strict=False):
-        assert uploads.keys() == params_of(model).keys()
-        for row, client in enumerate(report.sampled.tolist()):
-            own = state.private.of(client)
-            assert not any(torch.equal(uploads[name][row], own[name]) for name in uploads)
+    monkeypatch.setattr(APFL, "server_update", spy)
+    for state, report in world.simulate(algorithm, world.federation().train, PLAN):
+        uploads, private = received[-1], state.private[0]
+        assert uploads.keys() == names
+        for place, client in enumerate(report.clients.tolist()):
+            own = trees.under_prefix("own/", private.of(client))
+            assert not any(torch.equal(uploads[name][place], own[name]) for name in uploads)
     assert len(received) == PLAN.rounds
 
 
 def test_a_warm_start_gives_the_shared_model_to_both_sides():
-    model, fed = world.seeded(world.plain), world.federation(sizes=(40,) * world.NUM_CLIENTS)
-    first = glocal.fit(glocal.fedavg(cross_entropy(model), SGD(0.1)), model, fed, PLAN)
-    algorithm = apfl(cross_entropy(model), SGD(0.1))
-    state = initial_state(algorithm, first.state.shared)
-    personal = algorithm.personal(state.shared, state.private.initial)
-    assert world.distance(personal, first.state.shared) < 1e-6
-    assert glocal.fit(algorithm, model, fed, PLAN, start_from=first).plan.first_round == PLAN.rounds
+    fed = world.federation(sizes=(40,) * world.NUM_CLIENTS)
+    first = fit(FedAvg, fed)
+    shared = first.group().state.shared
+    algorithm = APFL(first.algorithm.task, optimizer=SGD(0.1))
+    state = algorithm.init(shared)
+    assert world.distance(algorithm.personal(state.shared, state.private), shared) < 1e-6
+    assert fit(APFL, fed, start_from=first).group().plan.first_round == PLAN.rounds
 
 
 def test_adaptation_trains_the_own_model_only():
-    model, fed = world.seeded(world.plain), world.federation()
-    adapting = freeze_shared(apfl(cross_entropy(model), SGD(0.1)))
-    state, _ = world.last(simulate(adapting, params_of(model), fed.train, PLAN))
-    assert world.distance(state.shared, params_of(model)) == 0
-    own = {name: tensor for name, tensor in state.private.of(0).items() if name != ALPHA}
-    assert world.distance(own, params_of(model)) > 0
+    task = classification(world.seeded(world.plain))
+    adapting = AdaptOnly.to(APFL(task, optimizer=SGD(0.1)))
+    state, _ = world.last(world.simulate(adapting, world.federation().train, PLAN))
+    assert world.distance(state.shared, params_of(task.model)) == 0
+    own = trees.under_prefix("own/", state.private[0].of(0))
+    assert world.distance(own, params_of(task.model)) > 0
 
 
 @pytest.mark.parametrize(
@@ -126,26 +130,41 @@ def test_adaptation_trains_the_own_model_only():
     [{"alpha": -0.1}, {"alpha": 1.5}, {"alpha_lr": -1.0}, {"alpha_lr": float("nan")}],
 )
 def test_a_hyperparameter_out_of_its_range_is_refused(hyperparameters):
-    with pytest.raises(InputError, match="alpha must be from 0 to 1, alpha_lr at least 0"):
-        apfl(cross_entropy(world.plain()), SGD(0.1), **hyperparameters)
+    name, value = next(iter(hyperparameters.items()))
+    with pytest.raises(InputError, match=f"{name} is {value}; a number of at least 0"):
+        APFL(classification(world.plain()), optimizer=SGD(0.1), **hyperparameters)
 
 
 def test_every_client_takes_the_alpha_that_is_best_on_its_own_validation_data():
     result, fed = trained(alpha=0.5)
     grid = (0.0, 0.25, 0.5, 0.75, 1.0)
-    tuned = tune_alphas(result, fed, grid=grid)
-    losses = losses_by_alpha(TrainedAPFL.from_result(result), fed.val, grid=grid)
+    tuned, before = tune_alphas(result, fed, grid=grid), result.group()
+    losses = losses_by_alpha(result.algorithm, before.state, fed.val, grid=grid)
     assert alphas_of(tuned) == [grid[place] for place in losses.argmin(0)]
     assert np.nanmean(losses.min(0)) <= np.nanmean(losses[2])
     sent = tuned.ledger.evaluation.bytes - result.ledger.evaluation.bytes
-    assert sent == 2 * world.NUM_CLIENTS * sum(
-        4 * tensor.numel() for tensor in result.state.shared.values()
-    )  # to choose, and to test
-    assert all(
-        torch.equal(tuned.state.private.of(0)[name], tensor)
-        for name, tensor in result.state.private.of(0).items()
-        if name != ALPHA
+    # to choose, and to test
+    assert sent == 2 * world.NUM_CLIENTS * trees.nbytes(before.state.shared)
+    own, after = (each.state.private.of(0) for each in (before, tuned.group()))
+    assert all(torch.equal(after[name], own[name]) for name in own if name != ALPHA)
+
+
+def test_what_else_is_known_of_a_run_stays_as_it_was():
+    fed = world.federation(sizes=(40,) * world.NUM_CLIENTS, validation=0.3)
+    result = fit(
+        APFL,
+        fed,
+        uplink=glocal.TopK(0.5),
+        seeds=[3, 4],
+        evaluation=glocal.Evaluation(every=1, select="min loss", new_test=False),
     )
+    tuned = tune_alphas(result, fed)
+    assert tuned.seeds == (3, 4)
+    for before, after in zip(result.groups, tuned.groups, strict=True):
+        assert (after.uplink, after.new) == (glocal.TopK(0.5), None)
+        assert after.selected_round == before.selected_round
+        assert after.times_sampled == before.times_sampled
+        assert after.state.private.of(0).keys() == before.state.private.of(0).keys()
 
 
 def test_a_client_without_validation_data_keeps_its_alpha():
@@ -166,21 +185,20 @@ def test_what_cannot_be_tuned_is_refused():
     others = glocal.FederatedData.from_tensors(
         [(torch.randn(20, 99), torch.zeros(20, dtype=torch.long))] * world.NUM_CLIENTS
     )
-    with pytest.raises(InputError, match="it cannot take inputs of shape"):
+    with pytest.raises(InputError, match="it cannot take inputs"):
         tune_alphas(result, others)
 
 
 def test_alphas_can_be_set_per_client():
-    result, _ = trained()
-    changed = with_alphas(result.state, {1: 0.25, 2: 1.0})
+    state = trained()[0].group().state
+    changed = with_alphas(state, {1: 0.25, 2: 1.0})
     alphas = [changed.private.of(client)[ALPHA].item() for client in range(4)]
     assert alphas == [0.5, 0.25, 1.0, 0.5]
     with pytest.raises(InputError, match="from 0 to 1"):
-        with_alphas(result.state, {0: 2.0})
+        with_alphas(state, {0: 2.0})
 
 
 def test_a_federation_without_alphas_is_refused():
-    model, fed = world.seeded(world.plain), world.federation()
-    result = glocal.fit(glocal.fedavg(cross_entropy(model), SGD(0.1)), model, fed, PLAN)
-    with pytest.raises(InputError, match="train it with apfl"):
-        tune_alphas(result, fed)
+    fed = world.federation()
+    with pytest.raises(InputError, match="train it with APFL"):
+        tune_alphas(fit(FedAvg, fed), fed)

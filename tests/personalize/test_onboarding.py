@@ -5,30 +5,30 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
-from glocal import Plan, fit, SGD
-from glocal.algorithms import lg_fedavg
+from glocal import fit
+from glocal.algorithms import LGFedAvg
+from glocal.algorithms.contract import Algorithm
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
 from glocal.core.errors import DivergedError, InputError
 from glocal.core.sampling import client_batches
-from glocal.core.training import cross_entropy
-from glocal.federate.fitting import Options
-from glocal.federate.rounds import Seat
+from glocal.datasets import load_dataset
 from glocal.personalize.onboarding import (
+    Joining,
     JoinPlan,
     TrainedFederation,
     append_client,
     join,
     join_many,
-    new_client_accuracy,
-    new_client_ensemble_accuracy,
     new_client_ensemble_classes,
+    new_client_ensemble_figure,
+    new_client_figure,
     sample_labeled,
     select_ensemble,
     train_alone,
@@ -37,7 +37,6 @@ from glocal.studies.join_trial import JoinTrialSettings
 from tests.support import world
 from tests.support.command_line import complaint, run
 
-PLAN = Plan(rounds=4, clients_per_round=3, batch_size=4, seed=5)
 NEW = world.NUM_CLIENTS
 
 
@@ -48,11 +47,16 @@ def examples(rows=20, seed=9, classes=world.CLASSES):
     )
 
 
-def trained(name="lg_fedavg", make=world.plain, **hyperparameters):
+def fitted(name="lg_fedavg", make=world.plain, **settings):
+    """The result of a few rounds, with its data."""
+    fed, algorithm = world.federation(), world.algorithm(name, world.seeded(make))
+    size = {"rounds": 4, "clients_per_round": 3, "batch_size": 4, "seeds": [5]}
+    return fit(algorithm, fed, **size, engine="looped", progress=False, **settings), fed
+
+
+def trained(name="lg_fedavg", make=world.plain, **settings):
     """A federation after a few rounds, with its data."""
-    model, fed = world.seeded(make), world.federation()
-    algorithm = world.algorithm(name, model, **hyperparameters)
-    result = fit(algorithm, model, fed, PLAN, options=Options(engine="looped"))
+    result, fed = fitted(name, make, **settings)
     return TrainedFederation.from_result(result), fed
 
 
@@ -69,30 +73,40 @@ def test_adaptation_changes_nothing_but_the_new_client(make):
     assert trees.same_bits(joined.state.shared, shared)
     for client in range(NEW):
         assert trees.same_bits(joined.state.private.of(client), before[client])
-    assert NEW not in trained_federation.state.private.trained
+    assert NEW not in trained_federation.state.private.stored
     private = joined.state.private.of(NEW)
     assert world.distance(private, trained_federation.state.private.initial) > 0
     params = joined.params(trained_federation.algorithm)
     assert world.distance(params, trees.merge(private, shared)) == 0
 
 
+class ByHand(LGFedAvg):
+    """Adapts by gradient descent in which only the local part is trainable."""
+
+    def adapt(self, message, private, work):
+        objective = self.objective._replace(trainable=self.split.local)
+        return self.train(objective, message, private, work)
+
+
+class Unfrozen(LGFedAvg):
+    """Adapts by training both parts."""
+
+    adapt = Algorithm.adapt
+
+
 def test_the_shared_part_is_frozen_while_a_new_client_adapts():
-    """The result is that of gradient descent in which only the local part is trainable."""
-    model = world.seeded(world.plain)
     trained_federation, _ = trained()
     algorithm = trained_federation.algorithm
-    local, split = world.first_half(model).local, world.first_half(model)
-    only_local = cross_entropy(model)._replace(trainable=local)
-    by_hand = lg_fedavg(only_local, SGD(0.1, momentum=0.5), split=split).client_update
+    settings = {each.name: getattr(algorithm, each.name) for each in fields(algorithm)}
 
-    def adapted_by(adapt):
-        other = trained_federation._replace(algorithm=algorithm._replace(adapt=adapt))
+    def adapted_by(kind):
+        other = trained_federation._replace(algorithm=kind(**settings))
         joined = join(other, examples(), join_plan=JoinPlan(epochs=2), engine="looped")
         return joined.state.private.of(NEW)
 
-    adapted = adapted_by(algorithm.adapt)
-    assert trees.same_bits(adapted, adapted_by(by_hand))
-    assert not trees.same_bits(adapted, adapted_by(algorithm.client_update))
+    adapted = adapted_by(LGFedAvg)
+    assert trees.same_bits(adapted, adapted_by(ByHand))
+    assert not trees.same_bits(adapted, adapted_by(Unfrozen))
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "local_only"])
@@ -112,9 +126,9 @@ def test_joining_twice_gives_the_same_bits_and_the_number_is_then_taken():
     algorithm = trained_federation.algorithm
     assert trees.same_bits(first.params(algorithm), second.params(algorithm))
     data = append_client(examples(), None, trained_federation.clients)
-    seat = Seat(trained_federation.plan, data, first.state)
+    joining = Joining(trained_federation.plan, data, first.state)
     with pytest.raises(InputError, match=f"client {NEW} is in this federation already"):
-        join_many(algorithm, [seat], JoinPlan())
+        join_many(algorithm, [joining], JoinPlan())
 
 
 def test_without_existing_clients_the_new_client_trains_alone_in_its_rounds():
@@ -128,9 +142,9 @@ def test_without_existing_clients_the_new_client_trains_alone_in_its_rounds():
         join_plan=JoinPlan(epochs=0, rounds=2),
         engine="looped",
     )
-    assert {*joined.state.private.trained} - {*before.private.trained} == {NEW}
-    for client, tree in before.private.trained.items():
-        assert joined.state.private.trained[client] is tree
+    assert {*joined.state.private.stored} - {*before.private.stored} == {NEW}
+    for client, tree in before.private.stored.items():
+        assert joined.state.private.stored[client] is tree
     assert world.distance(joined.state.shared, before.shared) > 0
     assert joined.ledger.upload.bytes == 2 * trees.nbytes(before.shared)
 
@@ -163,13 +177,13 @@ def test_starting_from_the_average_sends_every_local_part_once():
         engine="looped",
     )
     private = trained_federation.state.private
-    expected = len(private.trained) * trees.nbytes(private.initial)
+    expected = len(private.stored) * trees.nbytes(private.initial)
     assert joined.ledger.ensemble.bytes == expected
 
 
 def test_an_algorithm_without_a_private_part_has_nothing_to_adapt():
     trained_federation, fed = trained("fedavg")
-    with pytest.raises(InputError, match="fedavg has no private part, so nothing would be"):
+    with pytest.raises(InputError, match="FedAvg has no private part, so nothing would be"):
         join(trained_federation, examples(), join_plan=JoinPlan(epochs=7))
     joined = join(
         trained_federation,
@@ -178,12 +192,12 @@ def test_an_algorithm_without_a_private_part_has_nothing_to_adapt():
         join_plan=JoinPlan(epochs=0, rounds=1),
         engine="looped",
     )
-    assert NEW in joined.state.private.trained
+    assert NEW in joined.state.private.stored
 
 
 def test_multi_task_learning_has_no_place_for_one_more():
     trained_federation, _ = trained("mtl")
-    with pytest.raises(InputError, match=f"mtl is made for {NEW} clients"):
+    with pytest.raises(InputError, match=f"MTL is made for a fixed number of {NEW} clients"):
         join(trained_federation, examples())
 
 
@@ -211,7 +225,7 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
 WRONG_EXAMPLES = {
     "shape": (
         Examples(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)),
-        "cannot take inputs of shape",
+        "cannot take inputs .3,. float32",
     ),
     "label": (
         examples()._replace(y=torch.full((20,), 99)),
@@ -241,24 +255,21 @@ def test_more_existing_clients_than_there_are_is_refused():
 def test_training_that_diverges_is_refused():
     trained_federation, _ = trained()
     far = examples()._replace(x=1e30 * examples().x)
-    with pytest.raises(DivergedError, match="a loss is not finite"):
+    with pytest.raises(DivergedError, match=f"the loss or the upload of client {NEW} is not finite"):
         join(trained_federation, far, join_plan=JoinPlan(epochs=20), engine="looped")
 
 
 def test_the_ensemble_of_everyone_is_the_new_test():
-    model, fed = world.seeded(world.plain), world.federation()
-    result = fit(
-        world.algorithm("lg_fedavg", model), model, fed, PLAN, options=Options(engine="looped")
-    )
+    result, fed = fitted()
     trained_federation = TrainedFederation.from_result(result)
     test = fed.test.examples.take(fed.test.all_rows())
     members = select_ensemble(trained_federation, test.x)
-    assert members == sorted(trained_federation.state.private.trained)
-    accuracy = new_client_ensemble_accuracy(trained_federation, members, test)
-    assert accuracy == result.new_spread.logits
+    assert members == sorted(trained_federation.state.private.stored)
+    figure = new_client_ensemble_figure(trained_federation, members, test)
+    assert figure == result.new_test
     classes = new_client_ensemble_classes(trained_federation, members, test.x)
     correct = torch.tensor(classes) == test.y
-    assert float(correct.double().mean()) == result.new_spread.logits
+    assert float(correct.double().mean()) == result.new_test
 
 
 def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most():
@@ -281,7 +292,7 @@ def test_a_client_with_one_class_is_right_on_it():
     trained_federation, _ = trained()
     one = examples(classes=1)
     joined = join(trained_federation, one, join_plan=JoinPlan(epochs=30), engine="looped")
-    assert new_client_accuracy(trained_federation, joined, one) == 1.0
+    assert new_client_figure(trained_federation, joined, one) == 1.0
 
 
 def test_a_client_without_labels_is_refused():
@@ -289,7 +300,7 @@ def test_a_client_without_labels_is_refused():
     with pytest.raises(InputError, match="no labelled example"):
         join(trained_federation, sample_labeled(examples(), 0, seed=0))
     with pytest.raises(InputError, match="no labelled example to test on"):
-        new_client_ensemble_accuracy(trained_federation, [0], examples(0))
+        new_client_ensemble_figure(trained_federation, [0], examples(0))
 
 
 def test_more_labels_are_a_superset_of_fewer():
@@ -377,9 +388,7 @@ def saved(tmp_path_factory):
 
 def digits(rows=60, **changes):
     """Digits in the arrays of an .npz file."""
-    from glocal.datasets import load
-
-    loaded = load("digits")
+    loaded = load_dataset("digits")
     arrays = {"x": loaded.test.x[:rows].numpy(), "y": loaded.test.y[:rows].numpy()}
     return {name: array for name, array in (arrays | changes).items() if array is not None}
 

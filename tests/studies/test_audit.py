@@ -598,6 +598,14 @@ def test_the_representation_is_where_the_local_part_ends_or_before_the_output(
     assert default_representation(saved)[0] == layer
 
 
+def with_model(saved, model):
+    """The same experiment, with another network in its task."""
+    federation = saved.trained_federation
+    task = replace(federation.task, model=model)
+    algorithm = replace(federation.algorithm, task=task)
+    return saved._replace(trained_federation=federation._replace(algorithm=algorithm))
+
+
 def test_the_default_layer_of_a_sequential_network_is_before_its_last(run_folder):
     saved = open_experiment(run_folder, "FedAvg")
     names = {None: "relu2", "layer1": "layer1", "layer2": "relu2"}
@@ -607,16 +615,14 @@ def test_the_default_layer_of_a_sequential_network_is_before_its_last(run_folder
         model.add_module(f"relu{place}", nn.ReLU())
     model.add_module("layer3", nn.Linear(4, 2))
     model.add_module("softmax", nn.Softmax(1))
-    saved = saved._replace(trained_federation=saved.trained_federation._replace(model=model))
+    saved = with_model(saved, model)
     for local, layer in names.items():
         split = SplitSettings(local=None if local is None else (local,))
         assert (
             default_representation(saved._replace(settings=replace(saved.settings, split=split)))[0]
             == layer
         )
-    single = saved._replace(
-        trained_federation=saved.trained_federation._replace(model=nn.Sequential(nn.Linear(5, 2)))
-    )
+    single = with_model(saved, nn.Sequential(nn.Linear(5, 2)))
     with pytest.raises(InputError, match="no module before its output"):
         default_representation(
             single._replace(settings=replace(saved.settings, split=SplitSettings()))
@@ -632,17 +638,16 @@ def test_a_module_whose_output_has_no_rows_is_refused(run_folder):
         def forward(self, x):
             return self.head(self.memory(x)[0])
 
-    saved, model = open_experiment(run_folder, "FedAvg"), world.seeded(Recurrent)
-    trained_federation = saved.trained_federation._replace(
-        model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()})
-    )
+    model = world.seeded(Recurrent)
+    saved = with_model(open_experiment(run_folder, "FedAvg"), model)
+    federation = saved.trained_federation
+    state = federation.state._replace(shared={**model.state_dict()})
+    saved = saved._replace(trained_federation=federation._replace(state=state))
     for layer in ("memory", "idle"):
         with pytest.raises(
             InputError, match=f"the output of the module '{layer}' is not one tensor"
         ):
-            SavedAudit(
-                saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer)
-            )
+            SavedAudit(saved, AuditQuery("0", layer=layer))
 
 
 @needs_data("adult")

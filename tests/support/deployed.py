@@ -44,7 +44,7 @@ rounds = {rounds}
 clients_per_round = {clients_per_round}
 batch_size = 5
 seed = 3
-{weights}
+{plan}
 [experiments.Experiment]
 algorithm = "{algorithm}"
 {hyperparameters}
@@ -62,10 +62,14 @@ def project(
     port=9443,
     width=8,
     out=7,
-    weights="",
+    plan="",
+    extra="",
     share_metrics=True,
 ):
-    """A small deployment: real certificates and keys, a small model with a private buffer."""
+    """A small deployment: real certificates and keys, a small model with a private buffer.
+
+    `plan` are more settings of the plan, and `extra` more tables of the study.
+    """
     spec = DeploymentSpec(clients=clients, port=port, rounds=rounds, share_metrics=share_metrics)
     create_deployment(folder, spec)
     sizes = (23, 14, 31, 11, 19)
@@ -76,9 +80,9 @@ def project(
         clients_per_round=clients_per_round or clients,
         algorithm=algorithm,
         hyperparameters=LOCAL if algorithm == "lg_fedavg" else "",
-        weights=weights,
+        plan=plan,
     )
-    (folder / "study.toml").write_text(study)
+    (folder / "study.toml").write_text(study + extra)
     copy_to_clients(folder)
     return folder
 

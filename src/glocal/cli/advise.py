@@ -1,6 +1,6 @@
 """Advice in the terminal: what to share, why, how certain that is, and what it cost."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from glocal.personalize.advisor.groups import ClientGroup
 from glocal.personalize.advisor.search import CandidateResult
 from glocal.studies import STUDIES, Settings, from_toml, with_overrides
 from glocal.studies.build import build_algorithm, build_components
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.registry import installed_studies
 from glocal.studies.settings import DataSettings, ExperimentSettings
 
@@ -133,19 +134,21 @@ def _print_variances(advice: Advice) -> None:
 
 
 def _print_halving(advice: Advice) -> None:
-    print(f"\nThe search: accuracy in % on held-out data of {len(advice.participants)} clients")
-    ends = sorted(set().union(*(row.accuracy for row in advice.rows)))
+    metric = MetricFormat.of(advice.metric)
+    clients = f"{len(advice.participants)} clients"
+    print(f"\nThe search: {metric.label} on held-out data of {clients}")
+    ends = sorted(set().union(*(row.figures for row in advice.rows)))
     table = _table(
         "",
         "sends",
         *(f"round {rounds}" for rounds in ends),
-        "difference\nfrom choice",
+        "better than\nthe choice by",
         "95 % interval",
     )
-    for row in sorted(advice.rows, key=_sort_key):
-        figures = [
-            f"{100 * row.accuracy[rounds]:.1f}" if rounds in row.accuracy else "" for rounds in ends
-        ]
+    for row in sorted(advice.rows, key=_sort_key(metric)):
+        figures = []
+        for rounds in ends:
+            figures.append(metric.number(row.figures[rounds]) if rounds in row.figures else "")
         table.add_row(
             row.candidate.name,
             f"{100 * row.sent_fraction:.1f} %",
@@ -160,21 +163,27 @@ def _print_unwrapped(table: Table) -> None:
     Console(width=max(Console().width, _MIN_WIDTH)).print(table, highlight=False)
 
 
-def _sort_key(row: CandidateResult) -> tuple[int, float]:
+def _sort_key(metric: MetricFormat) -> Callable[[CandidateResult], tuple[int, float]]:
     """Candidates that stayed longest first, the best of them on top."""
-    last = max(row.accuracy, default=0)
-    return -last, -row.accuracy.get(last, 0.0)
+
+    def key(row: CandidateResult) -> tuple[int, float]:
+        last = max(row.figures, default=0)
+        figure = row.figures.get(last, 0.0)
+        return -last, -figure if metric.higher_is_better else figure
+
+    return key
 
 
 def _margin_cells(advice: Advice, row: CandidateResult) -> tuple[str, str]:
-    if row.difference is None or row.candidate == advice.choice:
+    if row.lead is None or row.candidate == advice.choice:
         return "", ""
-    return f"{100 * row.difference.mean:+.1f}", format_interval(row.difference)
+    return MetricFormat.of(advice.metric).signed(row.lead.mean), _interval(advice, row.lead)
 
 
-def format_interval(estimate: ConfidenceInterval) -> str:
-    """An interval in points."""
-    return f"{100 * estimate.low:+.1f} to {100 * estimate.high:+.1f}"
+def _interval(advice: Advice, lead: ConfidenceInterval) -> str:
+    """The ends of an interval, in points for fractions."""
+    metric = MetricFormat.of(advice.metric)
+    return f"{metric.signed(lead.low)} to {metric.signed(lead.high)}"
 
 
 def _table(first: str, *rest: str) -> Table:
@@ -237,8 +246,8 @@ def _verdict(advice: Advice, name: str) -> str:
 
 
 def _gap(advice: Advice, name: str) -> ConfidenceInterval:
-    """The accuracy difference of a candidate from the choice."""
-    (gap,) = (row.difference for row in advice.rows if row.candidate.name == name)
+    """How much better a candidate is than the choice."""
+    (gap,) = (row.lead for row in advice.rows if row.candidate.name == name)
     assert gap is not None
     return gap
 
@@ -258,11 +267,11 @@ def _confidence_line(advice: Advice) -> str:
     rivals = [
         row
         for row in advice.rows
-        if row.candidate != advice.choice and max(row.accuracy, default=0) == advice.rounds
+        if row.candidate != advice.choice and max(row.figures, default=0) == advice.rounds
     ]
     if not rivals:
         return f"Certainty: the others were behind before round {advice.rounds}.{caveats}"
-    nearest_row = max(rivals, key=lambda row: row.accuracy[advice.rounds])
+    nearest_row = max(rivals, key=lambda row: _gap(advice, row.candidate.name).mean)
     gap = _gap(advice, nearest_row.candidate.name)
     if gap.mean >= 0:
         as_well = (
@@ -273,7 +282,7 @@ def _confidence_line(advice: Advice) -> str:
     clear = "clearly" if ahead.low > 0 else "not clearly"
     return (
         f"Certainty: {clear} ahead of '{nearest_row.candidate.name}', "
-        f"by {100 * ahead.mean:.1f} points ({format_interval(ahead)}).{caveats}"
+        f"by {_amount(advice, ahead)}.{caveats}"
     )
 
 
@@ -294,11 +303,15 @@ def _local_only_caveat(advice: Advice) -> str:
     if advice.choice.name == NOTHING or _gap(advice, NOTHING).mean <= 0:
         return ""
     gap = _gap(advice, NOTHING)
-    by = f"{100 * gap.mean:.1f} points ({format_interval(gap)})"
     return (
-        f" '{NOTHING}' was ahead by {by}, which is not clear enough: "
+        f" '{NOTHING}' was ahead by {_amount(advice, gap)}, which is not clear enough: "
         "shared training often gains only after more rounds than the search has."
     )
+
+
+def _amount(advice: Advice, lead: ConfidenceInterval) -> str:
+    """A lead with its interval."""
+    return f"{MetricFormat.of(advice.metric).amount(lead.mean)} ({_interval(advice, lead)})"
 
 
 def _rounds(advice: Advice) -> str:
@@ -313,8 +326,8 @@ def _groups(advice: Advice) -> list[str]:
     return [
         f"Groups: clients {_comma_separated(map(str, group.clients))} "
         f"do better with '{group.candidate}', "
-        f"by {100 * group.gain.mean:.1f} points "
-        f"({format_interval(group.gain)}, on data not used to choose them): {_group_advice(group)}."
+        f"by {_amount(advice, group.gain)}, on data not used to choose them: "
+        f"{_group_advice(group)}."
         for group in advice.groups
     ]
 

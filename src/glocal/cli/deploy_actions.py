@@ -8,7 +8,6 @@ from pathlib import Path
 from shlex import quote
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,11 +19,12 @@ from glocal.cli.deploy_processes import (
     server_program,
     until_stopped,
 )
-from glocal.cli.tables import format_bytes, format_percent
+from glocal.cli.tables import format_bytes
+from glocal.core.data import Examples
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import atomic_write, read_json, read_rows
 from glocal.deploy.certificates import make_server_certificate
-from glocal.deploy.client import JOURNAL, STATE, RunClient, predict_classes
+from glocal.deploy.client import JOURNAL, STATE, RunClient
 from glocal.deploy.flower.server_internals import RunState
 from glocal.deploy.formatting import format_live, format_round
 from glocal.deploy.preflight import free_port
@@ -46,9 +46,10 @@ from glocal.deploy.scaffold import (
     add_client,
     create_deployment,
 )
-from glocal.deploy.server import LIVE, RESULT, ROWS, RUNS, rounds_done
+from glocal.deploy.server_files import LIVE, RESULT, ROWS, RUNS, rounds_done
 from glocal.deploy.supervision import Program, supervise
 from glocal.report import write_deploy_report
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.new_client import read_inputs
 
 _STARTUP_TIMEOUT = 60.0  # seconds that the demo's server may take to start
@@ -79,9 +80,9 @@ def add(folder: Path, name: str | None, *, share_metrics: bool) -> None:
     """Add a client."""
     project = Project.from_folder(folder)
     algorithm = project.setup.algorithm
-    if algorithm.num_clients is not None:
+    if not algorithm.takes_new_clients:
         raise InputError(
-            f"deploy: {algorithm.name} has a fixed number of {algorithm.num_clients} clients, "
+            f"deploy: {algorithm.name} is made for a fixed number of clients, "
             "and cannot take one more"
         )
     own = add_client(folder, name, share_metrics=share_metrics)
@@ -144,7 +145,8 @@ def show_result(folder: Path) -> None:
     """Print the table of clients and write the report of a run's folder."""
     result = read_json(folder / RESULT, dict)
     table = Table("client", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("rounds", "last round", "Local Test", "test examples"):
+    metric = MetricFormat.of_result(result)
+    for heading in ("rounds", "last round", f"Local Test, {metric.name}", "test examples"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["clients"]:
         last = "-" if row["last_round"] is None else str(row["last_round"] + 1)
@@ -153,7 +155,7 @@ def show_result(folder: Path) -> None:
             escape(row["name"] + late),
             str(row["rounds"]),
             last,
-            format_percent(row["test"]),
+            metric.text(row["test"], 2),
             str(row["test_size"] or "-"),
         )
     Console().print(table)
@@ -239,23 +241,26 @@ def _describe_run(path: Path, hint: str | None) -> tuple[list[str], dict[str, fl
 
 
 def predict(folder: Path, source: str, name: str | None, out: Path | None) -> None:
-    """Predict classes with the client's own model."""
+    """Predict with the client's own model; with labels, its metrics are printed too."""
     client = RunClient.from_folder(folder)
     files = sorted((folder / STATE).glob("*.safetensors"), key=_modified)
     if not files:
         raise InputError(f"predict: {folder} has taken part in no run yet; wait for a round")
     inputs, labels = read_inputs(source, like=client.data().train.examples.x[:1])
-    classes = predict_classes(client, name or files[-1].stem, inputs)
+    run_name = name or files[-1].stem
+    predicted = client.predict(run_name, inputs).numpy()
     if out is None:
-        print(" ".join(map(str, classes)))
+        for line in predicted.reshape(1, -1) if predicted.ndim == 1 else predicted:
+            print(" ".join(map(str, line.tolist())))
     else:
         # an open file, as numpy adds an ending to a name
         with atomic_write(out) as half, half.open("wb") as file:
-            np.save(file, np.array(classes))
+            np.save(file, predicted)
         print(f"written: {out}")
     if labels is not None:
-        is_right = torch.tensor(classes) == labels
-        print(f"accuracy: {format_percent(float(is_right.double().mean()))}")
+        figures = client.measure(run_name, Examples(inputs, labels))
+        for metric in map(MetricFormat.of, client.setup.task.all_metrics):
+            print(f"{metric.name}: {metric.text(figures[metric.name], 2)}")
 
 
 def demo(folder: Path, *, rounds: int) -> None:

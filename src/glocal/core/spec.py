@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def first_difference(before: Spec, after: Spec, path: str = "") -> tuple[str, Sp
     """
     if before == after:
         return None
-    if isinstance(before, dict) and isinstance(after, dict):
+    if _is_table(before) and _is_table(after):
         for key in dict.fromkeys([*after, *before]):
             inner = f"{path}.{key}" if path else str(key)
             found = first_difference(before.get(key), after.get(key), inner)
@@ -68,6 +69,11 @@ def first_difference(before: Spec, after: Spec, path: str = "") -> tuple[str, Sp
             if found:
                 return found
     return path, before, after
+
+
+def _is_table(spec: Spec) -> bool:
+    """Whether it has settings of its own: a number does not, however it is written."""
+    return isinstance(spec, dict) and spec.keys() != {"float"}
 
 
 def describe_spec(spec: Spec) -> str:
@@ -82,6 +88,10 @@ def describe_spec(spec: Spec) -> str:
         named = next((spec[key] for key in ("type", "function", "module") if key in spec), None)
         if isinstance(named, str):
             return named.rpartition(".")[2]
+    if spec is None:
+        return "none"
+    if isinstance(spec, str):
+        return shorten(spec.rpartition(".")[2] if "glocal." in spec else spec, 60)
     return json.dumps(spec) if len(json.dumps(spec)) <= 60 else fingerprint(spec)
 
 

@@ -150,7 +150,9 @@ def nbytes(tree: Params) -> int:
 
 
 def to(tree: Params, device: torch.device) -> Params:
-    """The same tree on another device."""
+    """The same tree on another device; the very same one if it is there already."""
+    if all(tensor.device == device for tensor in tree.values()):
+        return tree
     return {name: tensor.to(device) for name, tensor in tree.items()}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glocal.algorithms.contract import Algorithm, Message
 from glocal.core import trees
+from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, append_rows
 from glocal.core.sampling import Plan, client_key
@@ -24,7 +25,7 @@ from glocal.deploy.flower.protocol import ClientResult, DataError, Instructions
 from glocal.deploy.private_state import NO_ROUND, PrivateState, PrivateStateFile
 from glocal.deploy.project import Project
 from glocal.deploy.settings import ClientSettings
-from glocal.deploy.setup import TrainingSetup
+from glocal.deploy.setup import TrainingSetup, learns_classes
 from glocal.engines import ClientTask
 from glocal.engines.looped import LoopedEngine
 from glocal.evaluate import Evaluator, local_figures
@@ -208,37 +209,61 @@ class RunClient:
         private, odd = file.starting_state(instructions)
         last = instructions.last_included
         file.save(PrivateState(private, last, private, last, received))
-        metrics = self.figures(received, private) if self.settings.share_metrics else {}
+        metrics = self._shared_figures(received, private) if self.settings.share_metrics else {}
         note = {"note": odd} if odd else {}
         self._write_journal("evaluated its model", instructions, {"metrics": metrics, **note})
         return ClientResult(None, 0, {**metrics, **note})
 
-    def figures(self, message: Message, private: Params) -> Json:
+    def _shared_figures(self, message: Message, private: Params) -> Json:
         """Each of the task's metrics on validation and test data, and the sizes of all three parts.
 
         A metric that is undefined for these examples is left out.
         """
-        data, state = self.data(), GroupState(message, PerClient(private))
+        data, model = self.data(), GroupState(message, PerClient(private))
         figures: Json = {}
         for part, examples in (("validation", data.val), ("test", data.test)):
-            [by_name] = local_figures(self._evaluator, [state], [examples])
-            own = {name: float(each.by_client[0]) for name, each in by_name.items()}
-            figures[part] = {name: value for name, value in own.items() if np.isfinite(value)}
+            own = self.figures(model, examples)
+            figures[part] = {name: value for name, value in own.items() if value is not None}
         figures["train_size"] = int(data.train.sizes[0])
         figures["validation_size"] = int(data.val.sizes[0])
         figures["test_size"] = int(data.test.sizes[0])
         return figures
 
-    def personal_params(self, run: str) -> Params:
-        """The parameters of its own model after the last round it has seen of a run."""
+    def figures(self, model: GroupState, data: ClientData) -> dict[str, float | None]:
+        """Each of the task's metrics of its own model on data of its own; None where undefined."""
+        [by_name] = local_figures(self._evaluator, [model], [data])
+        figures: dict[str, float | None] = {}
+        for name, each in by_name.items():
+            value = float(each.by_client[0])
+            figures[name] = value if np.isfinite(value) else None
+        return figures
+
+    def own_model(self, run: str) -> GroupState:
+        """Its own model after the last round it has seen of a run: a message and private state."""
         state = self.private(run).load()
         if state is None or trees.numel(state.message) + trees.numel(state.after) == 0:
             raise InputError(
                 f"predict: this client has taken part in no round of '{run}' yet; "
                 "wait for one, or give another --run"
             )
-        own, _ = split_private(state.after)
-        return self.setup.algorithm.personal(state.message, own)
+        return GroupState(state.message, PerClient(state.after))
+
+    def predict(self, run: str, inputs: Values) -> Tensor:
+        """What its own model predicts for inputs (rows, ...).
+
+        These are classes (rows,) where it learns classes, and else its outputs.
+        """
+        model, algorithm = self.own_model(run), self.setup.algorithm
+        own, _ = split_private(model.private.initial)
+        with torch.no_grad():
+            every_row = torch.ones(num_rows(inputs), dtype=torch.bool)
+            outputs = algorithm.predict(algorithm.personal(model.shared, own), inputs, every_row)
+        return outputs.argmax(1) if learns_classes(algorithm.task) else outputs
+
+    def measure(self, run: str, examples: Examples) -> dict[str, float | None]:
+        """Each of the task's metrics of its own model on any examples."""
+        rows = np.arange(examples.num_rows, dtype=np.int64)
+        return self.figures(self.own_model(run), ClientData(examples, (rows,)))
 
     def _read(self, message: bytes) -> Message:
         """What the server sends, if it fits this client's own model.
@@ -275,11 +300,3 @@ def _require_finite(reply: Reply) -> None:
     for name, (total, weight) in reply.metrics.items():
         if not bool(torch.isfinite(total) & torch.isfinite(weight)):
             raise WireError(f"wire: its {name} is not finite")
-
-
-def predict_outputs(client: RunClient, run: str, inputs: Values) -> Tensor:
-    """The outputs of the client's own model for inputs (rows, ...)."""
-    params = client.personal_params(run)
-    with torch.no_grad():
-        every_row = torch.ones(num_rows(inputs), dtype=torch.bool)
-        return client.setup.algorithm.predict(params, inputs, every_row)

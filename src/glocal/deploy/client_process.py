@@ -95,12 +95,12 @@ def _notify_prefixed(prefix: str, notify: Notify, text: str) -> None:
 
 def _make_connection(client: RunClient, notify: Notify, lock: threading.Lock) -> Connection:
     own, server = client.project.folder, client.project.deployment.server
-    sent = "the shared part of its model"
-    if not client.equal_weights:
+    sent = "how the shared part of its model has changed"
+    if not client.setup.equal_weights:
         sent += " and its number of training examples"
     are_sent = "are sent too" if client.settings.share_metrics else "are not sent"
     name = f"{client.settings.name} of '{client.project.deployment.name}'"
-    notify(f"{name}: sends {sent}; losses and accuracies {are_sent}")
+    notify(f"{name}: sends {sent}; losses and metrics {are_sent}")
     address = f"{server.host}:{server.port}"
     notify(f"connecting to {address}")
     fleet = FleetConnection.to(address, (own / CA).read_bytes(), read_client_key(own / KEY))

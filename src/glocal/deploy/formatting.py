@@ -1,5 +1,7 @@
 """One-line texts for operators and owners: a round, a run, an entry of a client's journal."""
 
+from collections.abc import Iterator, Mapping, Sequence
+
 from glocal.core.files import Json
 
 
@@ -17,6 +19,18 @@ def format_round(row: Json) -> str:
     if row["offline"]:
         line += f"; offline: {', '.join(row['offline'])}"
     return line
+
+
+def describe_missed(rows: Sequence[Json]) -> str:
+    """The rounds that a client missed, and how the mean loss changed in them; "" for none."""
+    if not rows:
+        return ""
+    first, last = rows[0]["round"] + 1, rows[-1]["round"] + 1
+    rounds = f"round {first}" if len(rows) == 1 else f"{len(rows)} rounds, {first} to {last}"
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    if not losses:
+        return rounds
+    return f"{rounds}; the mean loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
 def format_live(live: Json) -> str:
@@ -47,10 +61,21 @@ def format_journal_entry(row: Json) -> str:
         line += f": {row['reason']}"
     metrics = row.get("metrics") or {}
     if metrics:
-        line += "; metrics sent: "
-        line += ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        line += f"; metrics sent: {', '.join(_format_metrics(metrics))}"
     if "note" in row:
         line += f"; note to the server: {row['note']}"
     if "missed_rounds" in row:
         line += f"; it was offline for {row['missed_rounds']}"
     return line
+
+
+def _format_metrics(metrics: Mapping[str, object]) -> Iterator[str]:
+    """Metrics by name; of a sum the mean, and those of a part of the data with its name."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name} {text}" for text in _format_metrics(value))
+        elif isinstance(value, list):
+            total, weight = value
+            yield f"{name} {total / weight if weight else 0:.4g}"
+        else:
+            yield f"{name} {value:.4g}"

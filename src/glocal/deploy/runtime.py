@@ -14,7 +14,7 @@ from glocal.deploy.formatting import format_live, format_round
 from glocal.deploy.project import Project
 from glocal.deploy.registry import active_entries, read_registry
 from glocal.deploy.scaffold import SECRET, SOCKET
-from glocal.deploy.server import (
+from glocal.deploy.server_files import (
     CHECKPOINT,
     LIVE,
     RESUMED_ELSEWHERE,

@@ -101,8 +101,8 @@ min_clients = {min_clients}
 """
 _CLIENT = """\
 # This client alone. Its owner decides whether metrics (losses, accuracies, numbers of examples)
-# may leave it. The number of training examples is sent in any case, as the average needs it,
-# unless plan.weighting is "equal" in study.toml.
+# may leave it. The number of training examples is sent in any case, as the mean needs it,
+# unless plan.aggregation is "mean(clients)" in study.toml.
 number = {number}
 name = "{name}"
 share_metrics = {share_metrics}

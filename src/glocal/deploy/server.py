@@ -1,7 +1,7 @@
-"""One run on the server: which clients are sampled, which replies are valid, and what is shown."""
+"""One run on the server: which clients are sampled, which replies count, and what is shown."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from glocal.core.files import Json
 from glocal.core.sampling import Availability, sample_available
 from glocal.core.trees import Params
 from glocal.deploy.flower.protocol import Instructions, Reply, Request
+from glocal.deploy.formatting import describe_missed
 from glocal.deploy.project import Project
-from glocal.deploy.registry import RegistryEntry, active_entries, read_registry
+from glocal.deploy.server_clients import RunClients
 from glocal.deploy.server_files import CHECKPOINT, RUNS, RunFiles, ServerState, read_server_state
 from glocal.deploy.server_result import build_result, read_figures
 from glocal.deploy.server_rounds import (
@@ -32,33 +33,24 @@ from glocal.wire import Schema, WireError
 class RunServer:
     """One run of a project. `state` is on disk after every round, all else is lost with a crash.
 
-    `registered` are all clients, as the registry had them when the round began. `connected` maps
-    the nodes that are connected to client numbers, by their keys; `identified` and `sampled` map
-    those that have sent a valid handshake and those that are sampled now. `waiting_since` is None
-    while enough clients are connected.
+    `sampled` maps the nodes that have work now to client numbers, and `round` is what they were
+    sent.
     """
 
     project: Project
     run: str
     skip_training: bool = False
-    state: ServerState = field(init=False)
+    clients: RunClients = field(init=False)
     files: RunFiles = field(init=False)
-    registered: dict[int, RegistryEntry] = field(init=False)
-    connected: dict[int, int] = field(default_factory=dict)
-    identified: dict[int, int] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    weights: dict[int, int] = field(default_factory=dict)
-    sampled: dict[int, int] = field(default_factory=dict)
+    state: ServerState = field(init=False)
     round: ServerRound = field(init=False)
-    waiting_since: float | None = field(default_factory=time.monotonic)
+    sampled: dict[int, int] = field(default_factory=dict)
     round_started: float = 0.0
-    has_started: bool = False
 
     def __post_init__(self) -> None:
-        self.registered = read_registry(self.project.folder)
-        self.files = RunFiles(self.folder)
+        self.clients, self.files = RunClients(self.project), RunFiles(self.folder)
         stored = read_server_state(self.folder / CHECKPOINT, self.setup)
-        initial_clients = tuple(sorted(self._active()))
+        initial_clients = tuple(sorted(self.clients.active()))
         self.state = stored or ServerState(self.setup.start, initial_clients=initial_clients)
         self.files.take_over(self.round_index)
         rounds = self.project.plan.rounds
@@ -97,7 +89,7 @@ class RunServer:
     @property
     def max_weight(self) -> float:
         """The largest weight of the sampled clients, as their handshakes report it."""
-        return float(max(self.weights.get(node, 1) for node in self.sampled))
+        return float(max(self.clients.weights.get(node, 1) for node in self.sampled))
 
     @property
     def rounds_left(self) -> int:
@@ -121,89 +113,35 @@ class RunServer:
         """The index of the current or next round."""
         return self.project.plan.first_round + self.state.rounds_done
 
-    # ---- who is connected
-
     def configure_handshake(self, nodes: Mapping[int, str]) -> dict[int, Request]:
-        """Requests for registered nodes that have sent no handshake yet.
-
-        The registry is read here, once a round, as clients may be added or revoked during a run.
-        """
-        self.registered = read_registry(self.project.folder)
-        numbers = {entry.ssh_key: number for number, entry in self._active().items()}
-        self.connected = {}
-        for node, key in sorted(nodes.items()):
-            if key in numbers:
-                self.connected[node] = numbers[key]
+        """Requests for registered nodes that have sent no handshake yet."""
         requests = {}
-        for node, client in self.connected.items():
-            if node not in self.identified and node not in self.refused:
-                requests[node] = Request(self._instructions(client))
+        for node, client in self.clients.update(nodes).items():
+            requests[node] = Request(self._instructions(client))
         return requests
 
     def accept_handshakes(self, replies: Mapping[int, Reply]) -> None:
-        """Accept clients with the same algorithm and model; refuse the others for this run.
-
-        A client that was lost during its handshake may send another when it is back.
-        """
-        for node, reply in replies.items():
-            client = self.connected.get(node)
-            if reply.lost or client is None:
-                continue
-            fault = reply.fault or _mismatch(reply.metrics, client, self.setup.fingerprint)
-            weight = reply.metrics.get("weight", 1)
-            if fault or not isinstance(weight, int):
-                self.refused[node] = fault or f"its weight is {weight}"
-                self.files.write_live(refused=self._refusals_by_name())
-            else:
-                self.identified[node] = client
-                self.weights[node] = max(weight, 1)
-        self.files.write_live(connected=self._names_of(self._connected_clients().values()))
-
-    def _refusals_by_name(self) -> dict[str, str]:
-        """The reason of each refused client that is connected, by name."""
-        names, reasons = self._names(), {}
-        for node, reason in self.refused.items():
-            if node in self.connected:
-                reasons[names[self.connected[node]]] = reason
-        return reasons
+        """Accept or refuse the clients of these handshakes, and show it."""
+        self.clients.accept(replies)
+        if refusals := self.clients.refusals():
+            self.files.write_live(refused=refusals)
+        self.files.write_live(connected=self._present_names())
 
     def needs_more_clients(self) -> bool:
-        """Whether to wait: for all clients before the first round, later for enough of them.
-
-        The waits have limits: `start_timeout` for all, `connect_timeout` for enough.
-        """
-        limits, clients = self.project.deployment.limits, self._connected_clients()
-        if self.waiting_since is None:
-            self.waiting_since = time.monotonic()
-        waited = time.monotonic() - self.waiting_since
-        refused = [f"{name}: {reason}" for name, reason in self._refusals_by_name().items()]
-        all_connected = len(clients) >= len(self._active()) - len(refused)
-        may_start = all_connected or self.has_started or waited > limits.start_timeout
-        if len(clients) >= limits.min_clients and may_start:
-            self.has_started, self.waiting_since = True, None
-            return False
-        none_can_follow = all_connected and bool(refused)
-        if waited > limits.connect_timeout or none_can_follow:
-            details = f" (refused: {'; '.join(refused)})" if refused else ""
-            raise InputError(
-                f"run: {len(clients)} clients are connected after {waited:.0f} s, and "
-                f"{limits.min_clients} are needed{details}; start more clients"
-            )
-        return True
+        """Whether too few clients are connected; an error once the time limit has passed."""
+        return self.clients.are_awaited()
 
     # ---- new clients
 
     def configure_adaptation(self) -> dict[int, Request]:
         """Requests for new clients, which have neither adapted nor trained yet."""
-        adapt_epochs = self.project.deployment.adapt_epochs
-        can_adapt = self.setup.has_private_part and adapt_epochs
-        if not can_adapt or not self.state.rounds_done:
+        adapt_epochs, state = self.project.deployment.adapt_epochs, self.state
+        if not adapt_epochs or not self.setup.has_private_part or not state.rounds_done:
             return {}
-        state = self.state
         known = {*state.initial_clients, *state.adapted, *state.last_included}
-        new = {n: client for n, client in self._connected_clients().items() if client not in known}
+        new = {n: client for n, client in self.clients.present().items() if client not in known}
         requests = {}
-        for node, request in self._requests(new).items():
+        for node, request in self._begin_round(new).items():
             instructions = replace(request.instructions, adapt_epochs=adapt_epochs)
             requests[node] = replace(request, instructions=instructions)
         return requests
@@ -212,9 +150,10 @@ class RunServer:
         """Record which clients have adapted."""
         if not replies:
             return
-        adapted = [self.identified[node] for node, reply in replies.items() if not reply.fault]
-        message = self._messages(self.identified[node] for node in replies)
-        ledger = self.state.ledger.add_warm_start(next(iter(message.values())), len(replies))
+        own = {node: client for node, client in self.sampled.items() if node in replies}
+        adapted = [client for node, client in own.items() if not replies[node].fault]
+        message = next(iter(self.round.sent.values()))
+        ledger = self.state.ledger.add_warm_start(message, len(own))
         self.state = replace(self.state, adapted=(*self.state.adapted, *adapted), ledger=ledger)
         self.files.save(self.state, self.setup)
 
@@ -222,19 +161,19 @@ class RunServer:
 
     def configure_train(self) -> dict[int, Request]:
         """Sample clients for the next round from the connected ones, as the simulator does."""
-        clients = self._connected_clients()
+        clients = self.clients.present()
         if not clients:
             raise InputError("run: no client is connected; start some")
         available = Availability.of(sorted(clients.values()))
         chosen = {*sample_available(self.project.plan, available, self.round_index).tolist()}
-        self.sampled = {node: client for node, client in clients.items() if client in chosen}
-        requests = self._requests(self.sampled)
+        sampled = {node: client for node, client in clients.items() if client in chosen}
+        requests = self._begin_round(sampled)
         self.files.write_live(
             "training",
             round=self.round_index,
-            sampled=self._names_of(self.sampled.values()),
+            sampled=self.clients.names_of(self.sampled.values()),
             answered=[],
-            connected=self._names_of(clients.values()),
+            connected=self.clients.names_of(clients.values()),
         )
         self.round_started = time.monotonic()
         last_seen = {**self.state.last_seen, **dict.fromkeys(clients.values(), self.round_index)}
@@ -246,8 +185,8 @@ class RunServer:
     def on_reply(self, node: int) -> None:
         """Show that a reply has arrived."""
         if node in self.sampled:
-            answered = self.live.get("answered", [])
-            self.files.write_live(answered=[*answered, *self._names_of([self.sampled[node]])])
+            name = self.clients.name_of(self.sampled[node])
+            self.files.write_live(answered=[*self.live.get("answered", []), name])
 
     def aggregate_train(self, replies: Mapping[int, Reply]) -> Json:
         """Check all replies, collect the valid ones in the order of clients, save the round."""
@@ -291,8 +230,8 @@ class RunServer:
                 valid[client] = check_reply(reply, self.setup.wire)
             except WireError as error:
                 dropped[client] = str(error)
-                if reply.lost:
-                    self.identified.pop(node, None)  # when it is back, it sends a new handshake
+                if reply.lost:  # when it is back, it sends a new handshake
+                    self.clients.identified.pop(node, None)
         return valid, dropped
 
     def _end_round(
@@ -306,7 +245,7 @@ class RunServer:
         self.files.write_live(
             "training",
             round=self.round_index,
-            connected=self._names_of(self._connected_clients().values()),
+            connected=self._present_names(),
             loss=row["loss"],
             bytes=row["bytes"],
             dropped=row["dropped"],
@@ -317,24 +256,21 @@ class RunServer:
         self, replies: Mapping[int, Reply], dropped: Mapping[int, str], clients: list[int]
     ) -> Json:
         """The row of a round in the file of rows."""
-        metrics, names = self._metrics_by_client(replies), self._names()
         losses, notes = {}, {}
-        for client, own in metrics.items():
-            sums = sums_of(own)
+        for client, metrics in self._metrics_by_client(replies).items():
+            name, sums = self.clients.name_of(client), sums_of(metrics)
             if client in clients and "loss" in sums:
-                losses[names[client]] = float(sums["loss"].mean)
-            if "note" in own:
-                notes[names[client]] = own["note"]
-        connected = {*self._connected_clients().values()}
-        active = self._active()
+                losses[name] = float(sums["loss"].mean)
+            if "note" in metrics:
+                notes[name] = metrics["note"]
         return {
             "round": self.round_index,
-            "clients": self._names_of(clients),
+            "clients": self.clients.names_of(clients),
             "losses": losses,
             "loss": sum(losses.values()) / len(losses) if losses else None,
             "dropped": self._by_name(dropped),
             "notes": notes,
-            "offline": [entry.name for number, entry in active.items() if number not in connected],
+            "offline": self.clients.offline(),
             "seconds": round(time.monotonic() - self.round_started, 2),
         }
 
@@ -363,10 +299,9 @@ class RunServer:
         if self.rounds_left and not is_due:
             self.sampled = {}
             return {}
-        self.sampled = self._connected_clients()
-        names = self._names_of(self.sampled.values())
-        self.files.write_live("evaluating", sampled=names, answered=[])
-        return self._requests(self.sampled)
+        requests = self._begin_round(self.clients.present())
+        self.files.write_live("evaluating", sampled=self._present_names(), answered=[])
+        return requests
 
     def aggregate_evaluate(self, replies: Mapping[int, Reply]) -> Json:
         """Save each client's metrics, where its owner shares them, and their means."""
@@ -380,7 +315,7 @@ class RunServer:
         result = {
             "run": self.run,
             "algorithm": self.setup.algorithm.word,
-            **build_result(task, self.state, self.registered, figures),
+            **build_result(task, self.state, self.clients.registered, figures),
             "privacy": self._privacy(),
         }
         self.files.write_result(result)
@@ -405,3 +340,48 @@ class RunServer:
         is_ours = isinstance(error, InputError)
         reason = str(error) if is_ours else f"{describe_error(error)}; correct this"
         self.files.write_live("failed", reason=reason)
+
+    # ---- what clients are sent
+
+    def _begin_round(self, clients: dict[int, int]) -> dict[int, Request]:
+        """A message and instructions for each of these clients, by node."""
+        members = {*self.state.initial_clients, *self.clients.active(), *self.state.last_included}
+        replica = replica_of(self.setup, self.project.plan, len(members))
+        numbers = sorted(clients.values())
+        self.sampled = clients
+        self.round = ServerRound.begin(replica, self.state.training, self.round_index, numbers)
+        requests = {}
+        for node, client in clients.items():
+            requests[node] = Request(self._instructions(client), self.round.sent[client])
+        return requests
+
+    def _instructions(self, client: int) -> Instructions:
+        return Instructions(
+            self.run,
+            self.round_index,
+            self.state.last_included.get(client, -1),
+            missed_rounds=self._missed_rounds(client),
+        )
+
+    def _missed_rounds(self, client: int) -> str:
+        """The rounds since a client was last connected, and how the mean loss has changed."""
+        last_seen = self.state.last_seen.get(client)
+        if last_seen is None or last_seen >= self.round_index - 1:
+            return ""
+        rows = self.files.rows()
+        return describe_missed([row for row in rows if last_seen < row["round"] < self.round_index])
+
+    # ---- names
+
+    def _metrics_by_client(self, replies: Mapping[int, Reply]) -> dict[int, Json]:
+        metrics = {}
+        for node, reply in replies.items():
+            if node in self.sampled:
+                metrics[self.sampled[node]] = reply.metrics
+        return metrics
+
+    def _by_name(self, reasons: Mapping[int, str]) -> dict[str, str]:
+        return {self.clients.name_of(client): reason for client, reason in reasons.items()}
+
+    def _present_names(self) -> list[str]:
+        return self.clients.names_of(self.clients.present().values())

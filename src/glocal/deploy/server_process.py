@@ -46,9 +46,11 @@ from glocal.deploy.public_server import (
 from glocal.deploy.registry import REGISTRY, active_entries, read_registry
 from glocal.deploy.runtime import require_accountant, server_address
 from glocal.deploy.scaffold import CERTIFICATES, SECRET, SOCKET
-from glocal.deploy.server import ROWS, RUNS, RunServer
+from glocal.deploy.server import RunServer
+from glocal.deploy.server_files import ROWS, RUNS
 from glocal.deploy.supervision import Notify
 from glocal.studies.run import slug
+from glocal.wire.schema import empty_message
 
 _RENEW_DAYS = 30  # days before its end from which an expiring certificate is reported
 _MAX_SOCKET_PATH = 100  # bytes; Linux allows 107, other systems 103
@@ -235,8 +237,8 @@ def _operator_socket(path: Path) -> Iterator[socket.socket]:
 
 def _max_reply_bytes(project: Project) -> int:
     """The bytes of the largest part of a reply; masked numbers take twice as many as plain ones."""
-    shared = project.setup.algorithm.init(project.setup.params)[0]
-    return 2 * trees.nbytes(shared) + _REPLY_OVERHEAD
+    payload = project.setup.wire.payload
+    return 2 * trees.nbytes(empty_message(payload)) + _REPLY_OVERHEAD
 
 
 def _run_to_end(folder: Path, gate: FleetGate, grid: Grid, config: Mapping[str, object]) -> None:

@@ -57,15 +57,10 @@ def build_result(
         if not entry.revoked or number in state.rounds_included:
             rows.append(_client_row(task, state, entry, figures.get(number, {})))
     table = {metric.name: _metric_row(metric, rows) for metric in task.all_metrics}
-    first = task.metric
     return {
         "rounds": state.rounds_done,
-        "metric": {
-            "name": first.name,
-            "higher_is_better": first.higher_is_better,
-            "is_fraction": first.is_fraction,
-        },
-        "local_test": table[first.name]["local_test"],
+        "metric": task.metric.name,
+        "local_test": table[task.metric.name]["local_test"],
         "metrics": table,
         "clients": rows,
         "ledger": state.ledger.as_dict(),

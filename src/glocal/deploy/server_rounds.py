@@ -138,9 +138,7 @@ def sums_of(metrics: Json) -> dict[str, WeightedSum]:
     return sums
 
 
-def _group_replies(
-    replies: Mapping[int, ValidReply], sent: Mapping[int, Message]
-) -> GroupReplies:
+def _group_replies(replies: Mapping[int, ValidReply], sent: Mapping[int, Message]) -> GroupReplies:
     """The replies in the order of clients; whoever does not share a metric has none counted."""
     clients = sorted(replies)
     if not clients:
@@ -183,4 +181,3 @@ def _reason(reply: ValidReply) -> str:
     except WireError as error:
         return str(error)
     return "wire: its upload is not finite"
-

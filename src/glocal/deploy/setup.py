@@ -9,6 +9,7 @@ import torch
 from glocal.algorithms.contract import Algorithm
 from glocal.core.errors import InputError
 from glocal.core.files import Json
+from glocal.core.losses import WeightedCrossEntropy, per_example_cross_entropy
 from glocal.core.model_tensors import base_fingerprint
 from glocal.core.spec import fingerprint, spec_of
 from glocal.core.store import TrainingState
@@ -113,6 +114,12 @@ def weighs_by_examples(aggregation: Aggregation) -> bool:
     """Whether a client with twice the examples weighs twice as much: by trial."""
     one, two = aggregation.weights(torch.tensor([1, 2])).tolist()
     return bool(two == 2 * one)
+
+
+def learns_classes(task: Task) -> bool:
+    """Whether the model's outputs are scores of classes, along axis 1."""
+    loss = task.per_example
+    return loss is per_example_cross_entropy or isinstance(loss, WeightedCrossEntropy)
 
 
 def uplink_codec(uplink: Codec, privacy: PrivacySettings | None) -> Codec:

@@ -260,7 +260,8 @@ def _prediction_tasks(state: GroupState, data: ClientData) -> list[ClientTask]:
     clients = np.flatnonzero(data.sizes).tolist()
     if not clients:
         return []
-    if not state.private.initial:
+    own, _ = split_private(state.private.initial)
+    if not own:
         return [_task(state.shared, {}, data.all_rows())]
     tasks: list[ClientTask] = []
     for client in clients:

@@ -24,6 +24,7 @@ from glocal.core.trees import Params
 from glocal.core.values import Values
 from glocal.engines import ClientTask, EngineConfig
 from glocal.evaluate.local_test import BATCH_SIZE, Evaluator, figure_of
+from glocal.wire import split_private
 
 Models = Sequence[tuple[Params, Params]]
 _SLICE = 4 * BATCH_SIZE  # rows of which the whole ensemble predicts at once
@@ -127,7 +128,8 @@ def _chosen(evaluator: Evaluator, ensemble: Ensemble) -> Tensor:
 def _trained(state: GroupState) -> list[int]:
     """All clients that have trained; one of them if all have the same model."""
     clients = sorted(state.private.stored)
-    return clients if state.private.initial else clients[:1]
+    own, _ = split_private(state.private.initial)
+    return clients if own else clients[:1]
 
 
 def _draw(clients: list[int], count: int | None, seed: int) -> list[int]:

@@ -18,7 +18,7 @@ from glocal.engines import EngineConfig
 from glocal.federate.callbacks import ProgressBar
 from glocal.federate.experiment import Experiment, Group
 from glocal.federate.options import Evaluation, Options
-from glocal.federate.preparation import prepare_algorithm, prepare_data
+from glocal.federate.preparation import prepare_experiment
 from glocal.federate.result import Result
 from glocal.federate.run import Run
 from glocal.wire import Codec, Identity, Ledger
@@ -102,18 +102,18 @@ def build_experiment(
             f"fit: data is {describe_value(data)}; a FederatedData was expected, such as "
             "glocal.FederatedData.from_tensors(...)"
         )
-    evaluation = evaluation or Evaluation()
-    task = evaluation.with_criterion(algorithm.task)
-    if task is not algorithm.task:
-        algorithm = replace(algorithm, task=task)
-    prepared = prepare_data(data, algorithm.task)
-    group = Group(prepare_algorithm(algorithm, [prepared]), (prepared,))
+    group = Group(algorithm, (data,))
     if start_from is not None:
         group, first_round = _warm_started(group, start_from, seeds)
         plan = replace(plan, first_round=first_round)
-    return Experiment(
-        (group,), plan, seeds=seeds, evaluation=evaluation, uplink=uplink or Identity()
+    experiment = Experiment(
+        (group,),
+        plan,
+        seeds=seeds,
+        evaluation=evaluation or Evaluation(),
+        uplink=uplink or Identity(),
     )
+    return prepare_experiment(experiment)
 
 
 def warm_start_params(algorithm: Algorithm, state: GroupState) -> Params:

@@ -182,7 +182,8 @@ def save_models(result: GroupResult, folder: Path) -> None:
     }
     if base := base_fingerprint(result.task.model):
         metadata[_BASE] = base
-    if not result.state.private.initial:
+    own, _ = split_private(result.state.private.initial)
+    if not own:
         tensors = _own_state_dict(result, 0)
         write_tensors(folder / "every-client.safetensors", tensors, metadata)
         return

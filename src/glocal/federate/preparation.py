@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from glocal.core.errors import InputError, describe_error, describe_value
 from glocal.core.task import Task
 from glocal.core.values import num_rows
 from glocal.datasets.federated import FederatedData
+from glocal.federate.experiment import Experiment, Group, Phase
 from glocal.federate.outputs import ignored_target
 
 
@@ -35,6 +37,32 @@ def prepare_all(data: Sequence[FederatedData], task: Task) -> list[FederatedData
         return replace(subset, examples=stores[key])
 
     return [each.map_subsets(prepared) for each in data]
+
+
+def prepare_experiment(experiment: Experiment) -> Experiment:
+    """The experiment with all data as its tasks take them, and what its tasks have to know.
+
+    That is the metric that rounds are selected by, and whether some targets do not count. An
+    experiment that is prepared already stays as it is.
+    """
+    groups: list[Group] = []
+    phase_data: list[list[tuple[FederatedData, ...]]] = [[] for _ in experiment.phases]
+    for place, group in enumerate(experiment.groups):
+        task = experiment.evaluation.with_criterion(group.algorithm.task)
+        in_phases = [phase.data[place] if phase.data else () for phase in experiment.phases]
+        every = [*group.data, *chain.from_iterable(in_phases)]
+        prepared = iter(prepare_all(every, task))
+        own = tuple(next(prepared) for _ in group.data)
+        for data, by_seed in zip(phase_data, in_phases, strict=True):
+            data.append(tuple(next(prepared) for _ in by_seed))
+        algorithm = group.algorithm
+        if task is not algorithm.task:
+            algorithm = replace(algorithm, task=task)
+        groups.append(replace(group, algorithm=prepare_algorithm(algorithm, own), data=own))
+    phases: list[Phase] = []
+    for phase, by_group in zip(experiment.phases, phase_data, strict=True):
+        phases.append(replace(phase, data=tuple(by_group)) if phase.data else phase)
+    return replace(experiment, groups=tuple(groups), phases=tuple(phases))
 
 
 def prepare_algorithm(algorithm: Algorithm, data: Sequence[FederatedData]) -> Algorithm:

@@ -87,7 +87,7 @@ class Result:
     @property
     def by_seed(self) -> dict[int, GroupResult]:
         """The first group's result of each seed."""
-        return {each.seed: each for each in reversed(self.groups) if each.group == self._first_name}
+        return {each.seed: each for each in self.groups if each.group == self._first_name}
 
     @property
     def by_group(self) -> dict[str, GroupResult]:

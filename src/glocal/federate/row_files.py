@@ -81,11 +81,15 @@ class RowFiles:
         files = sorted(_files(indices.values()))
         tensors = {file: read_tensors(self._path(file))[0] for file in files}
         rows: dict[Part, Rows] = {}
+        read: dict[tuple[str, Place], Params] = {}  # two states may have one and the same tree
         for part, index in indices.items():
             own: dict[int, Params] = {}
             for client, place in index.items():
-                stacks = tensors.get(place.file, {})
-                own[client] = self._tree(stacks, part.kind, place, names[part.kind])
+                if (part.kind, place) not in read:
+                    stacks = tensors.get(place.file, {})
+                    tree = self._tree(stacks, part.kind, place, names[part.kind])
+                    read[part.kind, place] = tree
+                own[client] = read[part.kind, place]
             rows[part] = own
         self.num_rows = {file: _count_rows(stacks) for file, stacks in tensors.items()}
         self.next_file = max(files, default=-1) + 1

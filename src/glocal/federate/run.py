@@ -23,6 +23,7 @@ from glocal.federate.experiment import Experiment
 from glocal.federate.group_result import GroupResult, save_models
 from glocal.federate.options import Options
 from glocal.federate.phases import late_clients, ledger_at_start, summarize_subgroups
+from glocal.federate.preparation import prepare_experiment
 from glocal.federate.pretraining import pretrain
 from glocal.federate.records import RoundRecord
 from glocal.federate.requirements import require_trainable
@@ -62,7 +63,7 @@ class Run:
         self.options = options or Options()
         self.folder = Path(folder) if folder else None
         self.callbacks = list(callbacks)
-        self.experiment = experiment
+        self.experiment = prepare_experiment(experiment)
         self.stop_reason = ""
 
     def stop(self, reason: str) -> None:

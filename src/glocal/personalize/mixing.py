@@ -1,6 +1,7 @@
 """APFL after training: each client chooses its alpha, the weight of its own model."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from glocal.federate.checkpoint import Progress
 from glocal.federate.experiment import Experiment
 from glocal.federate.fit import build_experiment
 from glocal.federate.group_result import GroupResult
-from glocal.federate.options import Options
+from glocal.federate.options import Evaluation, Options
 from glocal.federate.outputs import example_output
 from glocal.federate.result import Result
 from glocal.federate.scoring import Scoring
@@ -69,7 +70,14 @@ def tune_alphas(
     options, tuned = options or Options(), list[GroupResult]()
     for one in result.by_seed.values():
         _require_tunable(one, data, grid)
-        experiment = build_experiment(one.algorithm, data, plan=one.plan, seeds=(one.seed,))
+        experiment = build_experiment(
+            one.algorithm,
+            data,
+            plan=one.plan,
+            seeds=(one.seed,),
+            evaluation=Evaluation(new_test=one.new is not None),
+            uplink=one.uplink,
+        )
         placed = experiment.to(options.torch_device())
         tuned.append(_tuned(one, placed, grid, options))
     return Result.of(tuned)
@@ -89,9 +97,16 @@ def _tuned(
     progress = Progress(one.plan.rounds, (state,), ((ledger,),), ((None,),), ({},))
     scoring = Scoring(placed, options, lambda part: ResolvedEngine())
     try:
-        return scoring.test_all(progress)[0]
+        [tested] = scoring.test_all(progress)
     finally:
         scoring.close()
+    return replace(
+        tested,
+        selected_round=one.selected_round,
+        times_sampled=one.times_sampled,
+        times_dropped=one.times_dropped,
+        stopped=one.stopped,
+    )
 
 
 def losses_by_alpha(

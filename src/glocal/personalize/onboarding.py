@@ -288,14 +288,15 @@ def _before_training(
     It has downloaded the shared tree once, and the local part that it starts from.
     """
     state = joining.state
-    own, _ = split_private(state.private.initial)
+    own, memory = split_private(state.private.initial)
     ledger = Ledger().add_warm_start({**state.shared, **own}, 1)
     if join_plan.start == "average" and state.private.stored and own:
-        rows = [state.private.of(existing) for existing in sorted(state.private.stored)]
+        trained = sorted(state.private.stored)
+        rows = [split_private(state.private.of(existing))[0] for existing in trained]
         device = next(iter(rows[0].values())).device
         mean = trees.mean(trees.stack(rows), torch.ones(len(rows), device=device))
         ledger = ledger.add_ensemble(own, {}, num_trained=len(rows), num_clients=0)
-        state = state._replace(private=state.private.put([client], [mean]))
+        state = state._replace(private=state.private.put([client], [{**mean, **memory}]))
     return JoinResult(state, client, ledger)
 
 
@@ -357,8 +358,9 @@ def select_ensemble(
             f"join: by is '{by}' and count {count}; a count of at least 1 and a known method "
             f"were expected; {suggest_name(by, scores)}"
         )
-    trained, score = sorted(trained_federation.state.private.stored), scores[by]
-    if not trained or not trained_federation.state.private.initial:
+    state = trained_federation.state
+    trained, score = sorted(state.private.stored), scores[by]
+    if not has_private_part(trained_federation.algorithm, state):
         return trained[:1]
     if score is None or count >= len(trained):
         return trained

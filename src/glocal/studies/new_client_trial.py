@@ -22,6 +22,7 @@ from glocal.evaluate import Evaluator, ensemble_figure, local_test, new_test, su
 from glocal.federate.result import Result
 from glocal.federate.run import Run
 from glocal.personalize.onboarding import Joining, JoinPlan, JoinResult, join_many
+from glocal.wire import split_private
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class NewClientTrial:
         evaluator = Evaluator(algorithm, engine=engine)
         for own, each, fed, rows in zip(result.groups, joined, federations, tests, strict=True):
             new = ClientData(test_store, (rows,))
-            before = _accuracy_before(evaluator, own.state, new)
+            before = _figure_before(evaluator, own.state, new)
             measured = _measure(evaluator, each, fed, new)
             own.extras["new_client"] = {**measured, "rotated_before": before}
         evaluator.close()
@@ -130,12 +131,12 @@ def _measure(
     }
 
 
-def _accuracy_before(evaluator: Evaluator, state: GroupState, own: ClientData) -> float | None:
+def _figure_before(evaluator: Evaluator, state: GroupState, own: ClientData) -> float | None:
     """The figure of the existing clients' ensemble on the new client's data, before it trains."""
     private_parts = [state.private.of(client) for client in sorted(state.private.stored)]
     if not private_parts:
         private_parts = [state.private.initial]
-    if not private_parts[0]:  # nothing is private: all models are the same
+    if not split_private(private_parts[0])[0]:  # nothing is private: all models are the same
         private_parts = private_parts[:1]
     models = [(state.shared, private) for private in private_parts]
     return ensemble_figure(evaluator, models, own)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from glocal.core.bounds import MAX_SEEDS, require_count, require_counts
 from glocal.core.errors import InputError
 from glocal.core.files import Json
-from glocal.studies.settings import PlanSettings
+from glocal.studies.metric_format import selection_metric
+from glocal.studies.settings import PlanSettings, Settings
 
 _SEED_STRIDE = 1_000_000  # between the seeds of one partition's restarts
 
@@ -45,21 +46,33 @@ def restarts_of(plan: PlanSettings) -> list[Restart]:
     ]
 
 
-def best_restarts(results: Sequence[Json], plan: PlanSettings) -> list[Json]:
+def best_restarts(results: Sequence[Json], settings: Settings) -> list[Json]:
     """For every partition, the result of its best restart, under the partition's seed.
 
-    The best has the highest accuracy on all validation examples together. "restart" is its number,
-    "index" its position among all runs.
+    The best one has the best figure on all validation examples together, of the metric that rounds
+    are selected by. "restart" is its number, "index" its position among all runs.
     """
-    if plan.restarts == 1:
+    if settings.plan.restarts == 1:
         return list(results)
     by_partition: dict[int, list[Json]] = {}
     for index, result in enumerate(results):
         number, data_seed = divmod(result["seed"], _SEED_STRIDE)
         row = {**result, "seed": data_seed, "restart": number, "index": index}
         by_partition.setdefault(data_seed, []).append(row)
-    return [max(runs, key=_validation) for runs in by_partition.values()]
+    return [_best(runs, settings) for runs in by_partition.values()]
 
 
-def _validation(result: Json) -> float:
-    return -1.0 if result["validation"]["pooled"] is None else float(result["validation"]["pooled"])
+def _best(runs: Sequence[Json], settings: Settings) -> Json:
+    """The first of the best runs; one without validation data is the worst."""
+    metric = selection_metric(runs[0], settings.run.evaluation())
+    best: Json = runs[0]
+    for run in runs[1:]:
+        figure, other = (_validation(each, metric.name) for each in (run, best))
+        if figure is not None and (other is None or metric.is_better(figure, other)):
+            best = run
+    return best
+
+
+def _validation(result: Json, metric: str) -> float | None:
+    figure: float | None = result["metrics"][metric]["validation"]["pooled"]
+    return figure

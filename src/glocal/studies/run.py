@@ -44,6 +44,7 @@ from glocal.studies.build import (
     build_pretraining,
 )
 from glocal.studies.groups import build_phases, clients_by_group
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.new_client_trial import NewClientTrial, require_new_client
 from glocal.studies.ordinal import OrdinalMetrics, baseline_metrics, require_ordinal
 from glocal.studies.restarts import best_restarts, restarts_of
@@ -119,7 +120,7 @@ def _run_locked(
     experiments = {name: initial_experiment(study, name) for name in settings.experiments}
     _require_study(study, experiments)
     write_json(folder / "settings.json", {"format": FORMAT, **settings.as_dict()})
-    write_json(folder / "federation.json", _class_counts(study.parts.federations[0]))
+    write_json(folder / "federation.json", _about_data(study.parts))
     _write_baselines(study)
     for name, experiment in experiments.items():
         yield from _run_experiment(study, name, experiment)
@@ -287,11 +288,20 @@ def _require_resumable(study: StudyRun, name: str, experiment: Experiment) -> No
         checkpoint.require_tensors()
 
 
+def _about_data(parts: Components) -> Json:
+    """The examples per client and class, for the first seed; and the metrics, the first one first.
+
+    Reports of unfinished runs need them.
+    """
+    metrics = [MetricFormat.of(metric)._asdict() for metric in parts.task.all_metrics]
+    return {**_class_counts(parts.federations[0]), "metrics": metrics}
+
+
 def _class_counts(federation: FederatedData) -> Json:
-    """The number of examples per client and class, for the first seed."""
+    """The number of examples per client and class; nothing where targets are no classes."""
     labels = federation.train.examples.y
     is_classes = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
-    if not is_classes:
+    if not is_classes or bool((labels < 0).any()):
         return {"classes": 0}
     classes = int(labels.max()) + 1
     counts = {
@@ -317,7 +327,7 @@ def read_results(folder: Path) -> dict[str, list[Json]]:
     settings = read_settings(folder)
     paths = {name: experiment_folder(folder, name) / "result.json" for name in settings.experiments}
     return {
-        name: best_restarts(read_json(path, list), settings.plan)
+        name: best_restarts(read_json(path, list), settings)
         for name, path in paths.items()
         if path.exists()
     }
@@ -378,7 +388,7 @@ def _complete_finished(
 
 
 def _read_best_results(study: StudyRun, folder: Path) -> list[Json]:
-    return best_restarts(read_json(folder / "result.json", list), study.settings.plan)
+    return best_restarts(read_json(folder / "result.json", list), study.settings)
 
 
 def _is_finished(folder: Path, plan: Plan) -> bool:

@@ -57,7 +57,7 @@ class Wire:
     def decode(self, payloads: Params) -> Params:
         """The messages (clients, ...) of payloads (clients, ...)."""
         payloads = gate(payloads, self.payload, rows=True)
-        if isinstance(self.codec, Identity):
+        if isinstance(self.codec, Identity) or not self.upload:
             return payloads
         like = empty_message(self.upload, _device(payloads))
         decode = torch.vmap(self.codec.decode, in_dims=(0, None))

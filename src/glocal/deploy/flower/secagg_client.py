@@ -1,9 +1,9 @@
 """The client's part of SecAgg+ (Bell et al. 2020): its upload leaves it masked.
 
 It rests on Flower's legacy workflow and its positional Fit messages, which nothing else here uses:
-the arrays of an upload are in the order of its schema. What the server sends is a blob as elsewhere.
-The server cannot check single masked uploads, so every client checks its own. The server's
-part is in `secagg_server.py`.
+the arrays of an upload are in the order of its schema. What the server sends is a blob, as it is
+without masks. The server cannot check single masked uploads, so every client checks its own. The
+server's part is in `secagg_server.py`.
 """
 
 import json

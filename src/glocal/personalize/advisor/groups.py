@@ -14,25 +14,27 @@ from glocal.evaluate.intervals import ConfidenceInterval, confidence_interval
 from glocal.personalize.advisor.halving import Stage
 
 _MIN_GROUP_SIZE = 4  # clients
-_MIN_GAIN = 0.01  # one point of accuracy; less does not justify a second federation
+_MIN_GAIN = 0.01  # one point of a fraction; less does not justify a second federation
 _CONFIDENCE = 0.95
 
 
 class ClientGroup(NamedTuple):
-    """Clients that do better with another split, and their gain in accuracy."""
+    """Clients that do better with another split, and how much better."""
 
     candidate: str
     clients: tuple[int, ...]
     gain: ConfidenceInterval
 
 
-def accuracy_difference(stages: Sequence[Stage], name: str, other: str) -> ConfidenceInterval:
-    """Accuracy of one candidate minus that of another, paired over clients, with a 95 % interval.
+def find_lead(stages: Sequence[Stage], name: str, other: str) -> ConfidenceInterval:
+    """How much better one candidate is than another, paired over clients, with a 95 % interval.
 
-    Both are compared at the last stage that has both of them.
+    Both are compared at the last stage that has both of them, on clients for which the metric is
+    defined.
     """
     stage = last_common_stage(stages, name, other)
-    return confidence_interval(stage.metrics_of(name) - stage.metrics_of(other))
+    leads = stage.scores_of(name) - stage.scores_of(other)
+    return confidence_interval(leads[~np.isnan(leads)])
 
 
 def last_common_stage(stages: Sequence[Stage], name: str, other: str) -> Stage:
@@ -76,10 +78,10 @@ def _find_group(
     stage = last_common_stage(stages, choice, name)
     place, choice_place = stage.names.index(name), stage.names.index(choice)
     ahead = stage.halves[:, place] - stage.halves[:, choice_place]
-    members = free & (ahead[0] > 0)
+    members = free & (ahead[0] > 0) & ~np.isnan(ahead[1])
     if members.sum() < _MIN_GROUP_SIZE:
         return None
     gain = confidence_interval(ahead[1][members], confidence=1 - (1 - _CONFIDENCE) / trials)
-    if gain.low <= _MIN_GAIN:
+    if gain.low <= _MIN_GAIN * stage.unit:
         return None
     return ClientGroup(name, tuple(participants[members].tolist()), gain)

@@ -72,30 +72,33 @@ class HalvingSetup(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Metrics after a stage, on two halves of each client's validation data; higher is better.
+    """Scores after a stage, on two halves of each client's held-out data; higher is better.
 
-    `halves` has the shape (halves, candidates, participants). `sizes` (halves, participants) are
-    the numbers of examples behind them.
+    `halves` (halves, candidates, participants) has the task's first metric, negated where lower is
+    better, and NaN where it is undefined. `sizes` (halves, participants) are the numbers of
+    examples behind them. Tolerances are shares of `unit`.
     """
 
     rounds: int
     names: tuple[str, ...]
     halves: Floats
     sizes: Floats
+    unit: float = 1.0
 
     @property
-    def metrics(self) -> Floats:
-        """Metrics on both halves together (candidates, participants)."""
-        weights = self.sizes / self.sizes.sum(0)
-        return np.asarray(np.nansum(self.halves * weights[:, None], 0))
+    def scores(self) -> Floats:
+        """Scores on both halves together (candidates, participants)."""
+        weights = np.where(np.isnan(self.halves), 0.0, self.sizes[:, None])
+        with np.errstate(invalid="ignore"):  # NaN where both halves are undefined
+            return np.asarray(np.nansum(self.halves * weights, 0) / weights.sum(0))
 
-    def metrics_of(self, name: str) -> Floats:
-        """Metrics of one candidate (participants,)."""
-        return np.asarray(self.metrics[self.names.index(name)])
+    def scores_of(self, name: str) -> Floats:
+        """Scores of one candidate (participants,)."""
+        return np.asarray(self.scores[self.names.index(name)])
 
     def ranking(self) -> list[str]:
         """Names of the candidates, highest mean first."""
-        means = self.metrics.mean(1)
+        means = np.nanmean(self.scores, 1)
         return [self.names[place] for place in np.argsort(-means, kind="stable").tolist()]
 
 

@@ -14,6 +14,7 @@ from glocal.core import trees
 from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
+from glocal.core.metric import Metric
 from glocal.core.model_tensors import canonical_names
 from glocal.core.sampling import IntArray, Plan, client_key, make_rng, to_batches
 from glocal.core.split import layer_names
@@ -21,7 +22,7 @@ from glocal.core.store import GroupState, PerClient, TrainingState
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, Executor
-from glocal.evaluate import Evaluator, local_tests
+from glocal.evaluate import Evaluator, Floats, local_tests
 from glocal.evaluate.intervals import ConfidenceInterval
 from glocal.federate.experiment import Experiment
 from glocal.federate.fit import build_experiment
@@ -40,7 +41,7 @@ from glocal.federate.rounds import (
 )
 from glocal.personalize.advisor.budget import Budget, Cost
 from glocal.personalize.advisor.candidates import NOTHING, Candidate, make_candidates
-from glocal.personalize.advisor.groups import ClientGroup, accuracy_difference, find_groups
+from glocal.personalize.advisor.groups import ClientGroup, find_groups, find_lead
 from glocal.personalize.advisor.halving import (
     CandidateState,
     HalvingSetup,
@@ -66,8 +67,9 @@ class AdvisorConfig:
 
     Of each participating client's examples, the fraction `holdout_fraction` is held out, its
     validation data included. Nobody trains on these. In each of `stages`, the remaining splits
-    train for that many rounds. A split counts as equally good if it is at most `tolerance` below
-    the best and not clearly below it. If `prefer` is "accuracy", the equally good split that
+    train for that many rounds. A split counts as equally good if it is at most `tolerance` worse
+    than the best and not clearly worse; for a metric that is no fraction, that is a share of its
+    mean. If `prefer` is "accuracy", the equally good split that
     shares most is chosen: a short training shows what local parts gain, but not yet what joint
     training gains. If it is "bytes", a split that sends at most half as much as the best is
     chosen, and among several the one with the least predicted error.
@@ -102,13 +104,16 @@ class AdvisorConfig:
 
 
 class CandidateResult(NamedTuple):
-    """A candidate's traffic, predicted error, accuracy by rounds, and difference to the choice."""
+    """A candidate's traffic, predicted error, figures by rounds, and its lead over the choice.
+
+    The lead is positive where the candidate is better.
+    """
 
     candidate: Candidate
     sent_fraction: float
     predicted_error: float
-    accuracy: dict[int, float]
-    difference: ConfidenceInterval | None
+    figures: dict[int, float]
+    lead: ConfidenceInterval | None
 
     def as_dict(self) -> Json:
         """For JSON."""
@@ -117,15 +122,19 @@ class CandidateResult(NamedTuple):
             "shared": list(self.candidate.shared),
             "sends": self.sent_fraction,
             "predicted": self.predicted_error,
-            "accuracy": self.accuracy,
-            "difference": self.difference and self.difference._asdict(),
+            "figures": self.figures,
+            "lead": self.lead and self.lead._asdict(),
         }
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended split, the reasons, the uncertainty, and the cost of the advice."""
+    """The recommended split, the reasons, the uncertainty, and the cost of the advice.
 
+    Candidates were compared by `metric`.
+    """
+
+    metric: Metric
     choice: Candidate
     ran_halving: bool
     rows: tuple[CandidateResult, ...]
@@ -142,6 +151,11 @@ class Advice:
     def as_dict(self) -> Json:
         """For JSON, without the seconds: the same inputs give the same bytes."""
         return {
+            "metric": {
+                "name": self.metric.name,
+                "higher_is_better": self.metric.higher_is_better,
+                "is_fraction": self.metric.is_fraction,
+            },
             "choice": {
                 "name": self.choice.name,
                 "shared": list(self.choice.shared),
@@ -336,8 +350,11 @@ def _find_advice(run_state: AdvisorRun) -> Advice:
     rows = []
     for candidate in candidates:
         sent, error = sent_fraction[candidate.name], predicted_error[candidate.name]
-        rows.append(_candidate_result(candidate, stages, choice.name, sent, error))
+        figures = _figures(run_state.evaluation.task.metric, candidate, stages)
+        lead = find_lead(stages, candidate.name, choice.name) if stages else None
+        rows.append(CandidateResult(candidate, sent, error, figures, lead))
     return Advice(
+        metric=run_state.evaluation.task.metric,
         choice=choice,
         ran_halving=bool(stages),
         rows=tuple(rows),
@@ -481,7 +498,7 @@ def _can_afford(
 def _evaluate_candidates(
     run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int
 ) -> tuple[Stage, Ledger]:
-    """Metrics of all candidates on both halves of the data that participants hold out.
+    """Scores of all candidates on both halves of the data that participants hold out.
 
     The shared part is sent to each participant for it, and counted.
     """
@@ -494,12 +511,28 @@ def _evaluate_candidates(
     first, second = run_state.eval_data
     data = [first] * len(states) + [second] * len(states)
     values = np.array(local_tests(run_state.evaluation, states * _HALVES, data))
-    if not run_state.evaluation.task.metric.higher_is_better:
-        values = -values
     halves = values[:, participants].reshape(_HALVES, len(states), -1)
+    metric = run_state.evaluation.task.metric
+    _require_defined(metric, halves)
     sizes = [half.sizes[participants] for half in run_state.eval_data]
     names = tuple(candidate_state.candidate.name for candidate_state in candidate_states)
-    return Stage(rounds, names, halves, np.array(sizes, dtype=np.float64)), traffic
+    unit = 1.0 if metric.is_fraction else abs(float(np.nanmean(halves)))
+    scores = _sign(metric) * halves
+    return Stage(rounds, names, scores, np.array(sizes, dtype=np.float64), unit), traffic
+
+
+def _sign(metric: Metric) -> int:
+    """What makes a score of a figure: of scores, higher is better."""
+    return 1 if metric.higher_is_better else -1
+
+
+def _require_defined(metric: Metric, halves: Floats) -> None:
+    """Refuse a metric that is undefined for all participants, or for all with one candidate."""
+    if bool(np.isnan(halves).all((0, 2)).any()):
+        raise InputError(
+            f"advise: {metric.name} is undefined for the examples that every participating client "
+            "holds out; let more clients take part, or use another metric"
+        )
 
 
 def _predicted_error(candidate: Candidate, variances: Mapping[str, Variances]) -> float:
@@ -524,14 +557,14 @@ def _equally_good(stages: Sequence[Stage], tolerance: float) -> list[str]:
     gain, and joint training gains later. What it is clearly ahead of is not equally good.
     """
     best, *others = stages[-1].ranking()
-    if best == NOTHING and others and accuracy_difference(stages, best, others[0]).low <= 0:
+    if best == NOTHING and others and find_lead(stages, best, others[0]).low <= 0:
         best = others[0]
     equally_good = [best]
     for name in stages[min(1, len(stages) - 1)].ranking():
         if name in (best, NOTHING) or _is_behind_nothing(stages, name):
             continue
-        gap = accuracy_difference(stages, best, name)
-        if gap.low <= 0 and gap.mean <= tolerance:
+        lead = find_lead(stages, best, name)
+        if lead.low <= 0 and lead.mean <= tolerance * stages[-1].unit:
             equally_good.append(name)
     return equally_good
 
@@ -540,7 +573,7 @@ def _is_behind_nothing(stages: Sequence[Stage], name: str) -> bool:
     """Whether sharing nothing is clearly ahead of a candidate."""
     if NOTHING not in stages[0].names:
         return False
-    return accuracy_difference(stages, NOTHING, name).low > 0
+    return find_lead(stages, NOTHING, name).low > 0
 
 
 def choose_candidate(
@@ -561,17 +594,11 @@ def choose_candidate(
     return min(cheaper or equally_good[:1], key=lambda name: predicted_error[name])
 
 
-def _candidate_result(
-    candidate: Candidate,
-    stages: Sequence[Stage],
-    choice: str,
-    sent_fraction: float,
-    predicted_error: float,
-) -> CandidateResult:
-    accuracies = {
-        stage.rounds: float(stage.metrics_of(candidate.name).mean())
-        for stage in stages
-        if candidate.name in stage.names
-    }
-    difference = accuracy_difference(stages, candidate.name, choice) if stages else None
-    return CandidateResult(candidate, sent_fraction, predicted_error, accuracies, difference)
+def _figures(metric: Metric, candidate: Candidate, stages: Sequence[Stage]) -> dict[int, float]:
+    """A candidate's mean over clients after each stage that it was in."""
+    figures: dict[int, float] = {}
+    for stage in stages:
+        if candidate.name in stage.names:
+            mean = float(np.nanmean(stage.scores_of(candidate.name)))
+            figures[stage.rounds] = _sign(metric) * mean
+    return figures

@@ -1,12 +1,12 @@
 """Hospitals that measure different columns, under one shared head: breast-cancer data.
 
 The data come with scikit-learn. Of each of ten properties of cell nuclei there are the mean, the
-error and the worst value. One kind of hospital has all thirty columns, one has no errors, one no
-worst values. As in the paper, LG-FedAvg starts from FedAvg, here within each kind; from then on
+error and the worst value. One group of hospitals has all thirty columns, one has no errors, one no
+worst values. As in the paper, LG-FedAvg starts from FedAvg, here within each group; from then on
 every hospital keeps its own encoder, and only the head is sent. A hospital has about nineteen
 patients, so one partition says little: the table is the mean over several.
 
-python examples/kinds_tabular.py
+python examples/groups_tabular.py
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kinds_table import report, summarize
+from groups_table import Results, report, summarize, train_together
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 
@@ -29,18 +29,18 @@ COLUMNS = {
     "no-worst": [*MEANS, *ERRORS],
 }
 FEATURES, CLASSES = 16, 2
-OPTIMIZER = glocal.SGD(0.1, momentum=0.5)
+OPTIMIZER = glocal.SGD(lr=0.1, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hospitals", type=int, default=10, help="of each kind")
+    parser.add_argument("--hospitals", type=int, default=10, help="of each group")
     parser.add_argument(
-        "--warm", type=int, default=30, help="rounds of FedAvg within each kind; 0 for none"
+        "--warm", type=int, default=30, help="rounds of FedAvg within each group; 0 for none"
     )
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of all kinds together")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of all groups together")
     parser.add_argument("--partitions", type=int, default=10, help="of the patients, one a seed")
     parser.add_argument("--out", type=Path, help="a .json file for the figures")
     parser.add_argument("--engine", default="auto")
@@ -59,18 +59,17 @@ def network(start: Tensor, columns: Sequence[int]) -> nn.Module:
 
 
 def together(model: nn.Module) -> glocal.Algorithm:
-    return glocal.lg_fedavg(
-        glocal.cross_entropy(model), OPTIMIZER, split=glocal.Split.of(model, local="encoder")
-    )
+    task = glocal.classification(model)
+    return glocal.LGFedAvg(task, optimizer=OPTIMIZER, local="encoder")
 
 
 def alone(model: nn.Module) -> glocal.Algorithm:
-    return glocal.local_only(glocal.cross_entropy(model), OPTIMIZER)
+    return glocal.LocalOnly(glocal.classification(model), optimizer=OPTIMIZER)
 
 
-def kinds(
+def groups_of(
     algorithm: Callable[[nn.Module], glocal.Algorithm], *, hospitals: int, seed: int
-) -> list[glocal.Kind]:
+) -> list[glocal.Group]:
     """The same hospitals, patients and initial weights, whatever the algorithm; half are tests."""
     torch.manual_seed(seed)
     start = nn.Linear(30, FEATURES).weight.detach()
@@ -84,25 +83,23 @@ def kinds(
         pairs = [(x[rows][:, columns], y[rows]) for rows in own]
         data = glocal.FederatedData.from_tensors(pairs, test=0.5, validation=0.2, seed=seed)
         model = network(start, columns)
-        result.append(glocal.Kind(name, algorithm(model), model, data))
+        result.append(glocal.Group(algorithm(model), (data,), name))
     return result
 
 
-def train(
-    options: argparse.Namespace, seed: int
-) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
-    """All kinds together, and every hospital alone for as many rounds."""
+def train(options: argparse.Namespace, seed: int) -> tuple[Results, Results]:
+    """All groups together, and every hospital alone for as many rounds."""
     run = glocal.Options(engine=options.engine)
     everybody = len(COLUMNS) * options.hospitals
     plan = glocal.Plan(rounds=options.rounds, clients_per_round=everybody, seed=seed)
-    start = kinds(together, hospitals=options.hospitals, seed=seed)
-    own = kinds(alone, hospitals=options.hospitals, seed=seed)
+    start = groups_of(together, hospitals=options.hospitals, seed=seed)
+    own = groups_of(alone, hospitals=options.hospitals, seed=seed)
     if options.warm:
         warm_up = replace(plan, rounds=options.warm, clients_per_round=options.hospitals)
-        start = glocal.warm_kinds(start, OPTIMIZER, warm_up, options=run)
-    shared = glocal.fit_kinds(start, replace(plan, first_round=options.warm), options=run)
+        start = glocal.warm_start_groups(start, OPTIMIZER, warm_up, options=run)
+    shared = train_together(start, replace(plan, first_round=options.warm), run)
     whole = replace(plan, rounds=options.warm + options.rounds)
-    return shared, glocal.fit_kinds(own, whole, options=run)
+    return shared, train_together(own, whole, run)
 
 
 def main() -> None:

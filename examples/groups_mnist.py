@@ -1,13 +1,13 @@
-"""Handwritten digits on three kinds of client under one shared head.
+"""Handwritten digits on three groups of clients under one shared head.
 
-The kinds have full images, images of half the side, and a small CNN. Every client has a few images
-only. As in the paper, LG-FedAvg starts from FedAvg: first the clients of each kind average whole
-models among themselves, the later kinds under the head of the first, so that one head fits all
-encoders. From then on each client keeps its own encoder; only the head is sent.
+The groups have full images, images of half the side, and a small CNN. Every client has a few images
+only. As in the paper, LG-FedAvg starts from FedAvg: first the clients of each group average
+whole models among themselves, the later groups under the head of the first, so that one head fits
+all encoders. From then on each client keeps its own encoder; only the head is sent.
 
-python examples/kinds_mnist.py                  # MNIST, a minute or two on two cores
-python examples/kinds_mnist.py --warm 0         # from scratch, only the head is ever sent
-python examples/kinds_mnist.py --source digits  # the 8x8 digits of scikit-learn, in seconds
+python examples/groups_mnist.py                  # MNIST, a minute or two on two cores
+python examples/groups_mnist.py --warm 0         # from scratch, only the head is ever sent
+python examples/groups_mnist.py --source digits  # the 8x8 digits of scikit-learn, in seconds
 """
 
 import argparse
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from kinds_table import report, summarize
+from groups_table import Results, report, summarize, train_together
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
@@ -25,7 +25,7 @@ from glocal.core.data import ClientData
 from glocal.datasets.federated import FederatedData
 
 FEATURES, CLASSES = 256, 10
-OPTIMIZER = glocal.SGD(0.05, momentum=0.5)
+OPTIMIZER = glocal.SGD(lr=0.05, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:
@@ -33,12 +33,12 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--source", default="mnist", choices=["mnist", "digits"])
-    parser.add_argument("--clients", type=int, default=10, help="of each kind")
+    parser.add_argument("--clients", type=int, default=10, help="of each group")
     parser.add_argument("--images", type=int, default=30, help="on each client")
     parser.add_argument(
-        "--warm", type=int, default=40, help="rounds of FedAvg within each kind; 0 for none"
+        "--warm", type=int, default=40, help="rounds of FedAvg within each group; 0 for none"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of all kinds together")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of all groups together")
     parser.add_argument("--seeds", type=int, default=1, help="how often everything is repeated")
     parser.add_argument("--out", type=Path, help="a .json file for the figures")
     parser.add_argument("--engine", default="auto")
@@ -46,10 +46,10 @@ def arguments() -> argparse.Namespace:
 
 
 def few_images(options: argparse.Namespace, seed: int) -> FederatedData:
-    """A few images for each client of all kinds, at random; a fifth of them is for validation."""
+    """A few images for each client of all groups, at random; a fifth of them is for validation."""
     dataset = glocal.load_dataset(options.source)
     clients = 3 * options.clients
-    order = glocal.make_rng(seed, "images").permutation(len(dataset.train.y))
+    order = glocal.make_rng(seed, "images").permutation(dataset.train.num_rows)
     few = dataset._replace(train=dataset.train.take(order[: clients * options.images]))
     return glocal.FederatedData.partition(few, glocal.iid(clients), validation=0.2, seed=seed)
 
@@ -57,7 +57,7 @@ def few_images(options: argparse.Namespace, seed: int) -> FederatedData:
 def third(
     data: FederatedData, number: int, preprocess: Callable[[Tensor], Tensor]
 ) -> FederatedData:
-    """One kind's third of the clients, with their images preprocessed."""
+    """One group's third of the clients, with their images preprocessed."""
     splits = (data.train, data.val, data.test)
     stores = {id(split.examples): split.examples for split in splits}
     preprocessed = {
@@ -102,17 +102,17 @@ def network(encoder: nn.Module) -> nn.Module:
 
 
 def together(model: nn.Module) -> glocal.Algorithm:
-    split = glocal.Split.of(model, local="encoder")
-    return glocal.lg_fedavg(glocal.cross_entropy(model), OPTIMIZER, split=split)
+    task = glocal.classification(model)
+    return glocal.LGFedAvg(task, optimizer=OPTIMIZER, local="encoder")
 
 
 def alone(model: nn.Module) -> glocal.Algorithm:
-    return glocal.local_only(glocal.cross_entropy(model), OPTIMIZER)
+    return glocal.LocalOnly(glocal.classification(model), optimizer=OPTIMIZER)
 
 
-def kinds(
+def groups_of(
     options: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Algorithm], seed: int
-) -> list[glocal.Kind]:
+) -> list[glocal.Group]:
     """The same clients and initial weights, whatever the algorithm."""
     torch.manual_seed(seed)
     data = few_images(options, seed)
@@ -123,7 +123,7 @@ def kinds(
         (f"MLP-{half}x{half}", network(mlp(half**2)), third(data, 1, halved)),
         ("CNN", network(cnn(side)), third(data, 2, unchanged)),
     ]
-    return [glocal.Kind(name, algorithm(model), model, own) for name, model, own in parts]
+    return [glocal.Group(algorithm(model), (own,), name) for name, model, own in parts]
 
 
 def unchanged(images: Tensor) -> Tensor:
@@ -134,19 +134,17 @@ def halved(images: Tensor) -> Tensor:
     return avg_pool2d(images, 2)
 
 
-def train(
-    options: argparse.Namespace, seed: int
-) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
-    """All kinds together, and every client alone for as many rounds."""
+def train(options: argparse.Namespace, seed: int) -> tuple[Results, Results]:
+    """All groups together, and every client alone for as many rounds."""
     run = glocal.Options(engine=options.engine)
     plan = glocal.Plan(rounds=options.rounds, clients_per_round=3 * options.clients, seed=seed)
-    start = kinds(options, together, seed)
+    start = groups_of(options, together, seed)
     if options.warm:
         warm_up = replace(plan, rounds=options.warm, clients_per_round=options.clients)
-        start = glocal.warm_kinds(start, OPTIMIZER, warm_up, options=run)
-    shared = glocal.fit_kinds(start, replace(plan, first_round=options.warm), options=run)
+        start = glocal.warm_start_groups(start, OPTIMIZER, warm_up, options=run)
+    shared = train_together(start, replace(plan, first_round=options.warm), run)
     whole = replace(plan, rounds=options.warm + options.rounds)
-    return shared, glocal.fit_kinds(kinds(options, alone, seed), whole, options=run)
+    return shared, train_together(groups_of(options, alone, seed), whole, run)
 
 
 def main() -> None:
