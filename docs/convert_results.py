@@ -70,6 +70,7 @@ KEYS = {
     "parts/*/cases/*/course": "validation_curve",
     "**/newcomers": "joiners",
     "results/*/devices": "clients",
+    "results/*/groups": "subgroups",
     "results/*/devices/device": "client",
     "results/*/groups/*/arrival": "first",
     "trials/cases": "experiments",

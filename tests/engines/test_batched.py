@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from glocal.algorithms import fedavg
+import glocal
 from glocal.core.data import Examples
-from glocal.core.modules import params_of
 from glocal.core.optimizers import SGD, PartitionedOptimizer
-from glocal.core.training import Work, cross_entropy
+from glocal.core.training import Objective, Work
 from glocal.engines.batched import (
     BatchedTraining,
     FusedGpuTraining,
@@ -19,8 +18,8 @@ from glocal.engines.conv_matmul import ConvAsMatmul
 from glocal.engines.graphed import _pad_tasks, _round_up
 from glocal.engines.protocol import ClientTask, unbind_rows
 from glocal.engines.vmapped import stack_rows, vmap_clients
-from glocal.federate.rounds import initial_state
 from tests.support import world
+from tests.support.engine_runs import model_of
 
 
 @pytest.mark.parametrize("stride", [1, 2, (2, 1)])
@@ -36,12 +35,17 @@ def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation
     assert grouped.shape == x.shape
 
 
+def of_steps(steps, *, epochs=1, batch=5):
+    return ClientTask({}, {}, np.zeros((epochs, steps, batch), dtype=np.int64))
+
+
 def test_unequal_clients_are_padded_to_few_shapes():
     """Then the graph of a round can be replayed in a later one."""
-    tasks = [ClientTask({}, {}, np.zeros((steps, 5), dtype=np.int64)) for steps in (9, 12, 11)]
+    tasks = [of_steps(steps, epochs=2) for steps in (9, 12, 11)]
     _, orders = _pad_tasks(tasks)
-    assert orders.shape == (3, 12, 5)
-    assert (orders[0, 9:] == -1).all()
+    assert orders.shape == (3, 2, 12, 5)
+    assert (orders[0, :, 9:] == -1).all(), "every epoch is padded at its own end"
+    assert (orders[0, :, :9] == 0).all()
     padded, orders = _pad_tasks(tasks * 3)
     assert len(padded) == 10
     assert len(orders) == 10
@@ -51,10 +55,10 @@ def test_unequal_clients_are_padded_to_few_shapes():
 
 
 def test_equal_clients_are_not_padded():
-    tasks = [ClientTask({}, {}, np.zeros((60, 10), dtype=np.int64))] * 9
+    tasks = [of_steps(60, batch=10)] * 9
     same, orders = _pad_tasks(tasks)
     assert same is tasks
-    assert orders.shape == (9, 60, 10)
+    assert orders.shape == (9, 1, 60, 10)
 
 
 @pytest.fixture
@@ -63,66 +67,86 @@ def with_triton(monkeypatch):
     monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: name)
 
 
+def work_of_one_step(trainer=None, *, clients=()):
+    """The first row of the examples, five times."""
+    order = torch.zeros(*clients, 1, 1, 5, dtype=torch.int64)
+    key, examples = torch.zeros(clients, dtype=torch.int64), Examples(*world.clients()[0])
+    return Work.of(examples, order, key, torch.tensor(0), full_steps=1, trainer=trainer)
+
+
 def test_fused_steps_check_every_request(with_triton, monkeypatch):
     """A second training, of the head alone, is declined although the first one was supported."""
-    model = world.seeded(world.plain)
-    objective = cross_entropy(model)
-    params = {name: tensor[None] for name, tensor in params_of(model).items()}
+    task = glocal.classification(model_of("plain"))
+    params = {name: tensor[None] for name, tensor in task.initial_params().items()}
     monkeypatch.setattr(
         "glocal.engines.batched.local_train_batched",
-        lambda *args, **settings: (params, torch.zeros(1)),
+        lambda *args, **settings: (params, torch.ones(1)),
     )
-    request = TrainingRequest(
-        objective,
-        SGD(0.1),
-        params,
-        Examples(*world.clients()[0]),
-        order=torch.zeros(1, 1, 5, dtype=torch.int64),
-        key=torch.zeros(1),
-        round_index=torch.tensor(0),
-        full_steps=1,
-    )
+    work = work_of_one_step(clients=(1,))
+    request = TrainingRequest(task.objective, params, work, SGD(lr=0.1))
     fused = FusedGpuTraining("fp32")
-    fused(request)
-    head = objective._replace(trainable=frozenset({"2.weight"}))
+    trained = fused(request)
+    assert trained.loss.total.tolist() == trained.loss.weight.tolist() == [5]
+    head = task.objective.only({"2.weight"})
     with pytest.raises(NotImplementedError, match="some of the model's weights are not trained"):
         fused(request._replace(objective=head))
+    drifting = task.objective.plus_linear(params)
+    with pytest.raises(NotImplementedError, match="the objective has a linear term"):
+        fused(request._replace(objective=drifting))
 
     class Clipped(SGD):
         pass
 
     with pytest.raises(NotImplementedError, match="Clipped"):
-        fused(request._replace(optimizer=Clipped(0.1)))
+        fused(request._replace(optimizer=Clipped(lr=0.1)))
 
 
-def own_loss(objective):
-    """The same loss as a function of the user's own."""
-    model_loss = objective.loss
-    return objective._replace(loss=lambda params, batch: model_loss(params, batch))
+class OwnObjective(glocal.FedAvg):
+    """The same loss in a function of the user's own."""
+
+    @property
+    def objective(self):
+        model_loss, trainable = super().objective.loss, super().objective.trainable
+
+        def own_loss(params, batch):
+            return model_loss(params, batch)
+
+        return Objective(own_loss, trainable)
+
+
+def of_partitioned_optimizer(model):
+    optimizer = PartitionedOptimizer(SGD(lr=0.1), SGD(lr=0.01), "2.")
+    return glocal.FedAvg(glocal.classification(model), optimizer=optimizer)
+
+
+def of_own_objective(model):
+    return OwnObjective(glocal.classification(model), optimizer=SGD(lr=0.1))
+
+
+def of_squares(model):
+    task = glocal.Task(model, lambda outputs, y: outputs.square().sum(1))
+    return glocal.FedAvg(task, optimizer=SGD(lr=0.1))
 
 
 @pytest.mark.parametrize(
-    "message", ["the optimiser is PartitionedOptimizer", "the loss is not the cross entropy"]
+    ("make", "message"),
+    [
+        (of_partitioned_optimizer, "the optimiser is PartitionedOptimizer"),
+        (of_own_objective, "the loss is own_loss, not a ModelLoss"),
+        (of_squares, "the loss is not the cross entropy"),
+    ],
 )
-def test_fused_steps_raise_the_reason_where_they_decline(with_triton, message):
-    """The engine reports it and takes traced steps, which support both."""
-    model = world.seeded(world.plain)
-    objective, optimizer = cross_entropy(model), SGD(0.1)
-    if "optimiser" in message:
-        optimizer = PartitionedOptimizer(SGD(0.1), SGD(0.01), "2.")
-    else:
-        objective = own_loss(objective)
-    algorithm = fedavg(objective, optimizer)
-    state = initial_state(algorithm, params_of(model))
-    examples = Examples(*world.clients()[0])
-    order = torch.zeros(1, 1, 5, dtype=torch.int64)
+def test_fused_steps_raise_the_reason_where_they_decline(with_triton, make, message):
+    """The engine reports it and takes traced steps, which support all of it."""
+    algorithm = make(model_of("plain"))
+    params = stack_rows([algorithm.task.initial_params()])
 
     def train(trainer):
-        work = Work(examples, order, torch.tensor([0]), torch.tensor(0), 1, trainer)
-        shared, private = stack_rows([state.shared]), stack_rows([state.private.initial])
-        return vmap_clients(algorithm.client_update, shared, private, work)
+        work = work_of_one_step(trainer, clients=(1,))
+        return vmap_clients(algorithm.client_update, params, {}, work)
 
-    assert train(BatchedTraining(TracedBatchedTraining())).loss.isfinite().all()
+    traced = train(BatchedTraining(TracedBatchedTraining()))
+    assert traced.metrics["loss"].mean.isfinite().all()
     with pytest.raises(NotImplementedError, match=message):
         train(BatchedTraining(FusedGpuTraining("fp32"), skip_check=True))
 

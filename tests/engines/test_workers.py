@@ -11,34 +11,57 @@ import torch
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Adam, SGD
+from glocal.core.optimizers import SGD, Adam, AdamW, StepLR
 from glocal.core.sampling import Plan
-from glocal.engines import EngineConfig, Executor
+from glocal.engines import EngineConfig
 from glocal.engines.protocol import ClientTask
 from glocal.engines.workers import ProcessPool
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.federate import rounds
+from glocal.federate.rounds import build_executors
 from tests.support import world
-from tests.support.engine_runs import every_algorithm, every_model, run, train
+from tests.support.engine_runs import (
+    EXACT,
+    NEAR,
+    data_for,
+    every_algorithm,
+    every_model,
+    model_of,
+    run,
+    train,
+)
 
 fused_or_not = pytest.mark.parametrize("fused", [True, False])
+
+
+def assert_workers_are_the_loop(name, kind, *, fused, optimizer=None):
+    """In float32 where steps may be fused, else in float64."""
+    dtype, tolerance = (torch.float32, NEAR) if fused else (torch.float64, EXACT)
+    engine = EngineConfig("workers", workers=2, fused=fused)
+    settings = {"optimizer": optimizer, "dtype": dtype}
+    workers = run(name, kind, engine, **settings)
+    assert world.gap(workers, run(name, kind, "looped", **settings)) < tolerance
 
 
 @every_algorithm
 @every_model
 @fused_or_not
 def test_workers_give_the_numbers_of_the_loop(name, kind, fused):
-    workers = run(name, kind, EngineConfig("workers", workers=2, fused=fused))
-    assert world.gap(workers, run(name, kind, "looped")) < 1e-5
+    assert_workers_are_the_loop(name, kind, fused=fused)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [Adam(0.01), SGD(0.1), SGD(0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5)]
-)
+OPTIMIZERS = [
+    Adam(lr=0.01),
+    AdamW(lr=0.01),
+    SGD(lr=0.1),
+    SGD(lr=0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5),
+    SGD(lr=0.1, lr_schedule=StepLR(gamma=0.5, step_size=1)),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @fused_or_not
 def test_workers_support_every_optimizer(optimizer, fused):
-    engine = EngineConfig("workers", fused=fused)
-    workers = run("lg_fedavg", "plain", engine, optimizer=optimizer)
-    assert world.gap(workers, run("lg_fedavg", "plain", "looped", optimizer=optimizer)) < 1e-5
+    assert_workers_are_the_loop("lg_fedavg", "plain", fused=fused, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("kind", ["plain", "dropout"])
@@ -55,25 +78,23 @@ def test_the_number_of_workers_changes_no_bit(kind, fused):
 @fused_or_not
 def test_workers_run_seeds_side_by_side(fused):
     engine = EngineConfig("workers", fused=fused)
-    model, data = world.seeded(world.plain), world.federation().train
-    algorithm = world.algorithm("lg_fedavg", model)
-    replicas = []
-    for seed in (0, 1):
-        plan = Plan(2, 3, batch_size=5, seed=seed)
-        replicas.append(Seat(plan, data, initial_state(algorithm, params_of(model))))
-    executor = Executor(algorithm.client_update, engine=engine)
-    together = world.last(simulate_seeds(algorithm, replicas, executor))
-    executor.close()
-    for replica, (state, _) in zip(replicas, together, strict=True):
-        alone = train(algorithm, model, engine, plan=replica.plan)
-        assert world.same_bits(state, alone)
+    algorithm = world.algorithm("lg_fedavg", model_of("plain"))
+    plans = [Plan(2, 3, batch_size=5, seed=seed) for seed in (0, 1)]
+    data = data_for(algorithm)
+    pairs = [world.set_up(algorithm, data, plan) for plan in plans]
+    replicas, states = zip(*pairs, strict=True)
+    executors = build_executors(replicas[0].groups, engine, num_calls=2)
+    together = world.last(rounds.simulate(replicas, states, executors, range(2)))
+    executors[0].close()
+    for plan, (state, _) in zip(plans, together, strict=True):
+        assert world.same_bits(state, train(algorithm, engine, plan=plan))
 
 
 def process_pool(function):
     """A pool of two workers, four tasks, and their examples."""
     data = world.federation().train
     shared = params_of(world.seeded(world.plain))
-    tasks = [ClientTask(shared, {}, rows.reshape(1, -1)) for rows in data.rows[:4]]
+    tasks = [ClientTask(shared, {}, rows.reshape(1, 1, -1)) for rows in data.rows[:4]]
     return ProcessPool(function, workers=2, trainer=None), tasks, data.examples
 
 

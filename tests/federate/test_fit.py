@@ -687,7 +687,7 @@ def test_a_finished_run_is_not_used_for_one_with_other_tests(tmp_path):
 
 
 def test_a_key_of_a_spec_may_not_be_left_out(tmp_path):
-    message = r'was made with another audit \(all\) than the one given \(none\)'
+    message = r"was made with another audit \(all\) than the one given \(none\)"
     with pytest.raises(InputError, match=message):
         _require_same_spec({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
 

@@ -22,26 +22,27 @@ from glocal.core.modules import (
     params_of,
     training_forward,
 )
-from glocal.core.optimizers import PartitionedOptimizer, Adam, SGD
-from glocal.core.training import Batch, cross_entropy
-from glocal.datasets import SOURCES, load
-from glocal.engines import Executor
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.core.optimizers import SGD, Adam, PartitionedOptimizer
+from glocal.core.task import classification
+from glocal.core.training import Batch
+from glocal.datasets import SOURCES, load_dataset
+from glocal.datasets.fetch import no_progress
 from glocal.personalize.representations import (
-    add_auxiliary,
-    adversarial,
-    autoencoder,
-    auxiliary_classifier,
-    auxiliary_only,
-    jigsaw,
+    Adversary,
+    AuxiliaryOnly,
+    Classifier,
+    Decoder,
+    Jigsaw,
     shuffle_tiles,
 )
 from glocal.personalize.representations.adversary import balanced_cross_entropy, scale_grad
-from glocal.personalize.representations.auxiliary import without_prefix
 from glocal.personalize.representations.jigsaw import nth_permutation
 from glocal.report import write_report
 from glocal.studies import run_study
+from glocal.studies.build import build_components
+from glocal.studies.run import StudyRun, initial_experiment
 from glocal.studies.settings import from_dict
+from tests.studies.saved import run_until, run_whole, saved_files
 from tests.support import world
 from tests.support.real_data import needs_data
 
@@ -65,54 +66,54 @@ def critic():
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, ATTRIBUTES))
 
 
-def auxiliary(kind, model):
-    """The objective of a pretext task, and its auxiliary model."""
-    objective = cross_entropy(model)
-    if kind == "adversary":
-        return adversarial(model, world.seeded(critic), layer="encoder", strength=2.0)
-    if kind == "classifier":
-        branch = world.seeded(lambda: nn.Linear(WIDTH, world.CLASSES))
-        extra = auxiliary_classifier(model, branch, layer="encoder")
-    elif kind == "decoder":
-        decoder = world.seeded(lambda: nn.Linear(WIDTH, 16))
-        extra = autoencoder(model, decoder, layer="encoder")
-    else:
-        extra = jigsaw(model, world.seeded(lambda: nn.Linear(WIDTH, 24)), layer="encoder")
-    return add_auxiliary(objective, extra, weight=0.5), extra
+def against(weight):
+    """An adversary of this weight."""
+    return Adversary(world.seeded(critic), "encoder", weight)
 
 
-KINDS = ("decoder", "jigsaw", "adversary", "classifier")
+def beside(kind, outputs):
+    """An auxiliary model of one layer, with half of the weight."""
+    return kind(world.seeded(lambda: nn.Linear(WIDTH, outputs)), "encoder", 0.5)
+
+
+KINDS = {
+    "decoder": lambda: beside(Decoder, 16),
+    "jigsaw": lambda: beside(Jigsaw, 24),
+    "adversary": lambda: against(2.0),
+    "classifier": lambda: beside(Classifier, world.CLASSES),
+}
+
+
+def task_with(pretext=None):
+    """Classification, with a pretext task beside it."""
+    return replace(classification(world.seeded(network)), pretext=pretext)
 
 
 def client_data():
     """Images 4 x 4 with two protected attributes."""
     generator = torch.Generator().manual_seed(3)
     fed = world.federation()
-    rows = len(fed.train.examples.y)
+    rows = fed.train.examples.num_rows
     group = torch.randint(2, (rows, ATTRIBUTES), generator=generator)
     store = Examples(torch.randn(rows, 1, 4, 4, generator=generator), fed.train.examples.y, group)
     return replace(fed.train, examples=store)
 
 
 def trained(kind, engine, optimizer=None):
-    model = world.seeded(network)
-    objective, extra = auxiliary(kind, model)
-    split = extra.local(glocal.Split.of(model, local="encoder"))
-    algorithm = glocal.lg_fedavg(objective, optimizer or SGD(0.1, momentum=0.5), split=split)
-    seat = Seat(PLAN, client_data(), initial_state(algorithm, {**params_of(model), **extra.params}))
-    executor = Executor(algorithm.client_update, engine=engine)
-    *_, [(state, report)] = simulate_seeds(algorithm, [seat], executor)
-    executor.close()
-    return state, report, extra
+    pretext = KINDS[kind]()
+    optimizer = optimizer or SGD(0.1, momentum=0.5)
+    algorithm = glocal.LGFedAvg(task_with(pretext), optimizer=optimizer, local="encoder")
+    state, _ = world.last(world.simulate(algorithm, client_data(), PLAN, engine=engine))
+    return state, pretext.params()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_an_auxiliary_model_is_ever_shared(kind):
-    state, _, extra = trained(kind, "looped")
+    state, extra = trained(kind, "looped")
     assert {name for name in state.shared if name.startswith("head")} == {*state.shared}
-    for row in state.private.trained.values():
-        assert {*extra.params} <= {*row}
-        assert world.distance(trees.pick(row, extra.params), extra.params) > 0, "it is trained"
+    for row in state.private[0].stored.values():
+        assert {*extra} <= {*row}
+        assert world.distance(trees.pick(row, extra), extra) > 0, "it is trained"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,35 +142,31 @@ def grads_of(loss, params, batch):
 @pytest.mark.parametrize("strength", [0.0, 2.0, 30.0])
 def test_each_side_has_the_grads_of_its_own_loss(strength):
     """The encoder's loss is (classifier - strength * adversary) / (1 + strength)."""
-    model, batch = world.seeded(network), a_batch()
-    objective, adversary = adversarial(
-        model, world.seeded(critic), layer="encoder", strength=strength
-    )
-    params = {**params_of(model), **adversary.params}
-    grads = grads_of(objective.loss, params, batch)
-    classifier = grads_of(cross_entropy(model).loss, params_of(model), batch)
-    encode, attack = forward_with_features(model, "encoder"), training_forward(critic())
+    task, batch = task_with(against(strength)), a_batch()
+    params = task.initial_params()
+    grads = grads_of(task.objective.loss, params, batch)
+    classifier = grads_of(task_with().objective.loss, params_of(task.model), batch)
+    encode, attack = forward_with_features(task.model, "encoder"), training_forward(critic())
 
     def adversary_loss(tree):
         _, h, _ = encode(tree, batch.x, batch.mask, batch.key)
-        logits, _ = attack(without_prefix("adversary", tree), h, batch.mask, batch.key)
+        logits, _ = attack(trees.under_prefix("adversary/", tree), h, batch.mask, batch.key)
         return balanced_cross_entropy(logits, batch.group, batch.mask)
 
-    against = grad(adversary_loss)(params)
+    of_adversary = grad(adversary_loss)(params)
     for name, own_grad in grads.items():
         if name.startswith("head"):
             expected = classifier[name]
         elif name.startswith("adversary/"):
-            expected = against[name]
+            expected = of_adversary[name]
         else:
-            expected = (classifier[name] - strength * against[name]) / (1 + strength)
+            expected = (classifier[name] - strength * of_adversary[name]) / (1 + strength)
         assert torch.allclose(own_grad, expected, atol=1e-6), name
 
 
 def test_the_adversarys_own_loss_has_no_grads_for_the_model():
-    model, batch = world.seeded(network), a_batch()
-    _, adversary = adversarial(model, world.seeded(critic), layer="encoder", strength=3.0)
-    grads = grads_of(adversary.loss, {**params_of(model), **adversary.params}, batch)
+    task, batch = task_with(against(3.0)), a_batch()
+    grads = grads_of(task.pretext.loss(task.model), task.initial_params(), batch)
     largest = {name: float(tensor.abs().max()) for name, tensor in grads.items()}
     of_adversary = [size for name, size in largest.items() if name.startswith("adversary/")]
     of_model = [size for name, size in largest.items() if not name.startswith("adversary/")]
@@ -178,10 +175,9 @@ def test_the_adversarys_own_loss_has_no_grads_for_the_model():
 
 
 def test_a_strength_of_0_is_plain_classification():
-    model, batch = world.seeded(network), a_batch()
-    objective, adversary = adversarial(model, world.seeded(critic), layer="encoder", strength=0.0)
-    whole = grads_of(objective.loss, {**params_of(model), **adversary.params}, batch)
-    plain = grads_of(cross_entropy(model).loss, params_of(model), batch)
+    task, batch = task_with(against(0.0)), a_batch()
+    whole = grads_of(task.objective.loss, task.initial_params(), batch)
+    plain = grads_of(task_with().objective.loss, params_of(task.model), batch)
     assert world.distance(trees.pick(whole, plain), plain) < 1e-7
 
 
@@ -197,24 +193,22 @@ def test_either_value_of_an_attribute_has_half_of_the_weight():
 
 
 def test_padded_rows_change_no_loss():
-    model = world.seeded(network)
     batch, padded = a_batch(), a_batch()
     padded.x[~padded.mask] = 99.0
-    for kind in KINDS:
-        objective, extra = auxiliary(kind, model)
-        params = {**params_of(model), **extra.params}
-        loss, padded_loss = objective.loss(params, batch)[0], objective.loss(params, padded)[0]
+    for kind, make in KINDS.items():
+        task = task_with(make())
+        params = task.initial_params()
+        loss, padded_loss = (task.objective.loss(params, each)[0] for each in (batch, padded))
         assert torch.equal(loss, padded_loss), kind
 
 
 def test_pre_training_needs_no_labels_and_does_not_train_the_head():
-    model, batch = world.seeded(network), a_batch()
-    decoder = world.seeded(lambda: nn.Linear(WIDTH, 16))
-    extra = autoencoder(model, decoder, layer="encoder")
-    split = glocal.Split.of(model, local="encoder")
-    objective = auxiliary_only(cross_entropy(model), extra, local=split.local)
-    assert objective.trainable == {*trees.pick(params_of(model), split.local), *extra.params}
-    params = {**params_of(model), **extra.params}
+    task, batch = task_with(AuxiliaryOnly(beside(Decoder, 16))), a_batch()
+    algorithm = glocal.LGFedAvg(task, optimizer=SGD(0.1), local="encoder")
+    state = algorithm.init(task.initial_params())
+    objective = task.objective.only(state.private)
+    assert objective.trainable == {*algorithm.split.local, *task.pretext.params()}
+    params = task.initial_params()
     other = batch._replace(y=(batch.y + 1) % world.CLASSES)
     assert torch.equal(objective.loss(params, batch)[0], objective.loss(params, other)[0])
 
@@ -294,39 +288,54 @@ def test_an_optimizer_may_be_for_a_set_of_names():
     ("wrong", "words"),
     [
         (
-            lambda model: adversarial(model, critic(), layer="encoder", strength=-1),
-            "strength is -1",
+            lambda: Adversary(critic(), layer="encoder", weight=-1),
+            "adversary: the weight is -1",
         ),
         (
-            lambda model: add_auxiliary(
-                cross_entropy(model),
-                autoencoder(model, nn.Linear(5, 16), layer="encoder"),
-                weight=-1,
-            ),
-            "weight is -1",
+            lambda: Decoder(nn.Linear(5, 16), layer="encoder", weight=-1),
+            "decoder: the weight is -1",
         ),
-        (
-            lambda model: jigsaw(model, nn.Linear(5, 9), layer="encoder", side=3),
-            "362,880 permutations",
-        ),
-        (lambda model: PartitionedOptimizer(SGD(1.0), SGD(1.0), "a/", -1), "other_steps is -1"),
+        (lambda: PartitionedOptimizer(SGD(1.0), SGD(1.0), "a/", -1), "other_steps is -1"),
     ],
 )
 def test_an_invalid_setting_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):
-        wrong(network())
+        wrong()
 
 
 def test_an_adversary_needs_attributes():
-    model = world.seeded(network)
-    objective, adversary = adversarial(model, critic(), layer="encoder", strength=1.0)
+    task = task_with(against(1.0))
     with pytest.raises(InputError, match="no protected attributes"):
-        objective.loss({**params_of(model), **adversary.params}, a_batch()._replace(group=None))
+        task.objective.loss(task.initial_params(), a_batch()._replace(group=None))
+
+
+def test_an_adversary_is_not_trained_on_augmented_data():
+    task = replace(task_with(against(1.0)), augment=lambda x, key: x)
+    with pytest.raises(InputError, match="without augmentation; leave the augmentation out"):
+        assert task.objective
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_not_resumed_with_another_pretext_task(kind):
+    """Its network, its layer and its weight are part of the algorithm's spec."""
+    pretext = KINDS[kind]()
+    specs = []
+    for other in (
+        pretext,
+        KINDS[kind](),
+        replace(pretext, weight=7.0),
+        replace(pretext, layer="head"),
+        replace(pretext, network=nn.Sequential(pretext.network, nn.ReLU())),
+    ):
+        algorithm = glocal.FedAvg(task_with(other), optimizer=SGD(0.1))
+        specs.append(json.dumps(algorithm.spec, sort_keys=True))
+    assert specs[0] == specs[1]
+    assert len({*specs}) == 4
 
 
 @needs_data("adult")
 def test_adult_has_the_papers_93_columns_without_race_and_sex():
-    train, test, classes, _ = load("adult")
+    train, test, classes, _ = load_dataset("adult")
     assert (tuple(train.x.shape), tuple(test.x.shape), classes) == ((15_470, 93), (15_470, 93), 2)
     assert [round(float(part.y.float().mean()), 4) for part in (train, test)] == [0.2425, 0.2425]
     assert [*SOURCES["adult"].attributes] == ["race", "sex"]
@@ -406,12 +415,12 @@ def test_a_study_has_auxiliary_models_that_stay_private(kind, tmp_path):
     run_settings(tmp_path, kind, more)
     folders = {name: tmp_path / "experiments" / name for name in ("pretext", "after", "shared")}
     for experiment in ("pretext", "after"):
-        tensors, _ = read_tensors(folders[experiment] / "checkpoint.safetensors")
-        sides = {name.split("/")[2] for name in tensors if f"/{kind}/" in name}
-        assert sides
-        assert "shared" not in sides
+        shared, _ = read_tensors(folders[experiment] / "checkpoint.safetensors")
+        assert not [name for name in shared if f"{kind}/" in name]
+        private, _ = read_tensors(folders[experiment] / "checkpoint" / "000000.safetensors")
+        assert [name for name in private if name.startswith(f"private 0:{kind}/")]
     tensors, _ = read_tensors(folders["shared"] / "checkpoint.safetensors")
-    of_kind = [name for name in tensors if f"/shared/{kind}/" in name]
+    of_kind = [name for name in tensors if f":shared:{kind}/" in name]
     assert of_kind, "FedAvg shares everything, the paper's global adversary too"
     saved, _ = read_tensors(next((folders["pretext"] / "models" / "seed-0").iterdir()))
     of_kind = [name for name in saved if name.startswith(kind)]
@@ -428,31 +437,23 @@ def test_an_auxiliary_model_is_never_counted_as_sent(tmp_path):
 
 
 def test_a_pretext_task_changes_the_loss_and_its_weights_differ_between_seeds(tmp_path):
-    run_settings(tmp_path, "decoder")
+    settings = run_settings(tmp_path, "decoder")
     rows = [
         read_rows(tmp_path / "experiments" / experiment / "rows.jsonl")
         for experiment in ("plain", "pretext")
     ]
     assert rows[0][0]["loss"] < rows[1][0]["loss"], "a reconstruction has an error"
-    tensors, _ = read_tensors(tmp_path / "experiments" / "pretext" / "checkpoint.safetensors")
-    starts = [tensors[f"{place}/last/initial/decoder/layer1.weight"] for place in (0, 1)]
+    study = StudyRun(settings, build_components(settings, no_progress), tmp_path)
+    group = initial_experiment(study, "Pretext").groups[0]
+    starts = [group.initial_params(place)["decoder/layer1.weight"] for place in (0, 1)]
     assert not torch.equal(*starts)
 
 
 def test_a_study_with_auxiliary_models_resumes_to_the_same_bits(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    settings = run_settings(whole, "jigsaw")
-    for step in run_study(settings, parts):
-        if step.experiment == "Pretext" and step.moment and step.moment.progress.done == 2:
-            break
-    for _ in run_study(settings, parts):
-        pass
-    for experiment in ("pretext", "after"):
-        left, right = (
-            read_tensors(folder / "experiments" / experiment / "checkpoint.safetensors")[0]
-            for folder in (whole, parts)
-        )
-        assert trees.same_bits(left, right)
+    settings = run_settings(tmp_path / "whole", "jigsaw")
+    run_until(settings, tmp_path / "parts", "Pretext", 2)
+    run_whole(settings, tmp_path / "parts")
+    assert saved_files(tmp_path / "parts") == saved_files(tmp_path / "whole")
 
 
 WRONG_PRETEXTS = {

@@ -35,12 +35,17 @@ def study_of(folder):
     return project.plan, algorithm, parts.federations[0], codec
 
 
-def simulated_run(folder):
-    """The same study carried out by `Run`, to its last state."""
+def simulator(folder):
+    """The same study as a `Run`."""
     plan, algorithm, data, codec = study_of(folder)
     evaluation = Evaluation(every=plan.rounds, new_test=False)
     settings = {"seeds": (plan.seed,), "evaluation": evaluation, "uplink": codec}
-    run = Run(Experiment.of(algorithm, data, plan, **settings), options=Options(engine="looped"))
+    return Run(Experiment.of(algorithm, data, plan, **settings), options=Options(engine="looped"))
+
+
+def simulated_run(folder):
+    """What `Run` has after the last round of the same study."""
+    run = simulator(folder)
     for _ in run:
         pass
     return run.progress

@@ -6,57 +6,75 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-import glocal.federate.scenario
 import numpy as np
 import pytest
 import torch
-from glocal.federate.fitting import Case, Options, fit
-from glocal.federate.scenario import Chapter, Scenario, Story, fit_scenario, participation
 
 from glocal.cli import main
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError
 from glocal.core.files import read_rows
-from glocal.core.modules import params_of
 from glocal.core.sampling import Availability, Plan, sample_available, sample_clients
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.rotation import add_rotated_copies, rotate_images
-from glocal.engines import Executor
-from glocal.evaluate.forgetting import AccuracyHistory
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.evaluate.forgetting import MetricHistory
+from glocal.federate.experiment import Experiment, Phase
+from glocal.federate.options import Evaluation, Options
+from glocal.federate.phases import subgroup_history
+from glocal.federate.run import Run
 from glocal.studies import STUDIES, from_toml, run_study, with_overrides
-from glocal.studies.groups import build_scenario, rotation_angle
+from glocal.studies.groups import build_phases, rotation_angle
 from glocal.studies.run import resolve
 from glocal.studies.settings import GroupSettings, from_dict
-from glocal.wire import Ledger
+from tests.support import world
 from tests.support.world import NUM_CLIENTS, algorithm, federation, plain, same_bits, seeded
 
 ALL = Availability.of(range(NUM_CLIENTS))
 PLAN = Plan(rounds=6, clients_per_round=3, batch_size=4)
-QUICK = Options(device="cpu", engine="looped", validate_every=2, checkpoint_every=4)
+QUICK = Options(device="cpu", engine="looped", checkpoint_every=4)
+EVERY_SECOND = Evaluation(every=2)
 MODEL = seeded(plain)
 ROOT = Path(__file__).parents[2]
 
 
-def scenario(*chapters, fed=None, **groups):
-    """Chapters of (first round, availability), all on the same data."""
-    fed = fed or federation()
-    made = tuple(Chapter(first, availability, (fed,)) for first, availability in chapters)
-    return Scenario(made, groups or {"all": tuple(range(NUM_CLIENTS))})
+def experiment(
+    *starts, data=None, plan=PLAN, name="lg_fedavg", seeds=(0,), evaluation=EVERY_SECOND, **groups
+):
+    """Phases of (first round, availability), all on the same data."""
+    phases = tuple(Phase(first, availability) for first, availability in starts)
+    return Experiment.of(
+        algorithm(name, MODEL),
+        data or federation(),
+        plan,
+        seeds=seeds,
+        evaluation=evaluation,
+        phases=phases,
+        subgroups=groups or {"all": tuple(range(NUM_CLIENTS))},
+    )
 
 
-def run_scenario(scenario, name="lg_fedavg", plan=PLAN, **options):
-    options = {"options": QUICK, **options}
-    return fit_scenario(algorithm(name, MODEL), MODEL, scenario, plan, **options)
+class Finished:
+    """A run to its end: the result of its seed, and its rows."""
+
+    def __init__(self, own, folder=None, callbacks=()):
+        self.rows = []
+        run = Run(own, folder=folder, options=QUICK, callbacks=[self, *callbacks])
+        self.group = run.to_end().group()
+        self.state = self.group.state.alone()
+
+    def on_round(self, run, records):
+        self.rows += [record.as_row() for record in records]
+
+    def history(self, name):
+        return subgroup_history(self.rows, name, self.group.seed)
 
 
 def rounds(availability, plan=PLAN, train=None):
-    made = algorithm("lg_fedavg", MODEL)
-    state = initial_state(made, params_of(MODEL))
-    seat = Seat(plan, train or federation().train, state, availability)
-    executor = Executor(made.client_update, engine="looped")
-    return [moment[0] for moment in simulate_seeds(made, [seat], executor)]
+    """The state and the report of every round."""
+    own = algorithm("lg_fedavg", MODEL)
+    train = train or federation().train
+    return [*world.simulate(own, train, plan, engine="looped", availability=availability)]
 
 
 # which clients are sampled
@@ -98,7 +116,7 @@ def test_a_client_that_does_not_exist_is_refused():
     with pytest.raises(InputError, match=r"there is no client 9; clients are 0..5"):
         rounds(Availability.of([], always=[9]))
     with pytest.raises(InputError, match=r"there is no client 9; clients are 0..5"):
-        run_scenario(scenario((0, Availability.of([0, 9]))))
+        Finished(experiment((0, Availability.of([0, 9]))))
 
 
 def without_rows_of(fed, client):
@@ -113,19 +131,19 @@ def test_a_client_without_rows_may_be_absent_but_not_available():
         rounds(Availability.of([2]), train=fed.train)
     message = "client 2 is available from round 0 on and has no training examples"
     with pytest.raises(InputError, match=message):
-        run_scenario(scenario((0, ALL), fed=fed))
-    without = scenario((0, Availability.of([0, 1, 4, 5])), fed=fed)
-    assert run_scenario(without).result.times_sampled[2] == 0
+        Finished(experiment((0, ALL), data=fed))
+    without = experiment((0, Availability.of([0, 1, 4, 5])), data=fed)
+    assert Finished(without).group.times_sampled[2] == 0
 
 
 # absence and dropout
 
 
 def test_absent_clients_never_train():
-    story = scenario((0, Availability.of([0, 1, 2])), (3, Availability.of([0, 4, 5])))
-    result = run_scenario(story).result
-    assert set(result.state.private.trained) <= {0, 1, 2, 4, 5}
-    assert result.times_sampled == participation(story, PLAN).tolist()
+    own = experiment((0, Availability.of([0, 1, 2])), (3, Availability.of([0, 4, 5])))
+    result = Finished(own).group
+    assert set(result.state.private.stored) <= {0, 1, 2, 4, 5}
+    assert result.times_sampled == own.times_sampled(0, PLAN.rounds).tolist()
     assert result.times_sampled[3] == 0
     assert sum(result.times_sampled) == 3 * PLAN.rounds
     assert result.state.private.of(3) is result.state.private.initial
@@ -138,77 +156,80 @@ def test_a_client_that_leaves_in_a_round_changes_nothing_but_the_download():
         Availability.of(range(NUM_CLIENTS), dropouts=[3, 4, 5]), plan=everyone
     )
     assert same_bits(stayed, left)
-    assert report.sampled.tolist() == [0, 1, 2]
-    assert report.traffic.upload == left_out.traffic.upload
-    assert report.traffic.download.bytes == 2 * left_out.traffic.download.bytes
+    assert report.clients.tolist() == [0, 1, 2]
+    [traffic], [expected] = report.traffic, left_out.traffic
+    assert traffic.upload == expected.upload
+    assert traffic.download.bytes == 2 * expected.download.bytes
 
 
 def test_a_round_that_all_clients_leave_changes_nothing():
-    before = initial_state(algorithm("lg_fedavg", MODEL), params_of(MODEL))
+    _, before = world.set_up(algorithm("lg_fedavg", MODEL), federation().train, PLAN)
     [(after, report)] = rounds(
         Availability.of(range(NUM_CLIENTS), dropouts=range(NUM_CLIENTS)),
         plan=replace(PLAN, rounds=1),
     )
     assert same_bits(before, after)
-    assert not after.private.trained
-    assert report.traffic.upload.bytes == 0
-    assert report.traffic.download.bytes == PLAN.clients_per_round * trees.nbytes(before.shared)
+    assert not after.private[0].stored
+    assert report.traffic[0].upload.bytes == 0
+    sent = PLAN.clients_per_round * trees.nbytes(before.shared)
+    assert report.traffic[0].download.bytes == sent
 
 
 def test_training_goes_on_after_all_clients_left_and_others_came():
-    story = scenario(
+    own = experiment(
         (0, Availability.of([0, 1])),
         (2, Availability.of([0, 1], dropouts=[0, 1])),
         (3, Availability.of([])),
         (4, ALL),
     )
-    result, courses = run_scenario(story)
-    assert result.times_sampled[0] >= 2
-    assert courses["all"].present == [2, 2, 0, 0, NUM_CLIENTS, NUM_CLIENTS]
+    finished = Finished(own)
+    assert finished.group.times_sampled[0] >= 2
+    assert finished.history("all").present == [2, 2, 0, 0, NUM_CLIENTS, NUM_CLIENTS]
 
 
-def test_a_group_that_joins_late_has_the_initial_private_tree_until_then(tmp_path):
-    story = scenario(
+def test_a_group_that_joins_late_has_the_initial_private_tree_until_then():
+    own = experiment(
         (0, Availability.of([0, 1, 2])),
         (4, Availability.of([3, 4, 5])),
         old=(0, 1, 2),
         new=(3, 4, 5),
     )
-    before = run_scenario(story, plan=replace(PLAN, rounds=4)).result.state
-    assert {*before.private.trained} == {0, 1, 2}
-    after, courses = run_scenario(story)
-    assert {*after.state.private.trained} == set(range(NUM_CLIENTS))
-    assert courses["new"].rounds == [5, 6]
-    assert courses["old"].rounds == [1, 2, 4, 5, 6]
-    assert courses["old"].present == [3, 3, 3, 0, 0]
+    before = Finished(replace(own, plan=replace(PLAN, rounds=4))).state
+    assert {*before.private[0].stored} == {0, 1, 2}
+    after = Finished(own)
+    assert {*after.state.private[0].stored} == set(range(NUM_CLIENTS))
+    assert after.history("new").rounds == [5, 6]
+    assert after.history("old").rounds == [1, 2, 4, 5, 6]
+    assert after.history("old").present == [3, 3, 3, 0, 0]
     assert not same_bits(before, after.state, num_clients=3), "the shared part was trained"
     for client in (0, 1, 2):
-        old, new = before.private.of(client), after.state.private.of(client)
+        old, new = before.private[0].of(client), after.state.private[0].of(client)
         assert trees.same_bits(old, new)
 
 
 def test_a_client_that_left_is_tested_with_its_local_part_and_the_current_shared_one():
-    story = scenario((0, Availability.of([0, 2])), (3, Availability.of([4, 5])), old=(0, 2))
-    result, courses = run_scenario(story)
+    own = experiment((0, Availability.of([0, 2])), (3, Availability.of([4, 5])), old=(0, 2))
+    finished = Finished(own)
+    result = finished.group
     test, accuracies = federation().test, []
     for client in (0, 2):
         x, y, _ = test.of(client)
         accuracies.append((result.model(client)(x).argmax(1) == y).double().mean().item())
-    assert courses["old"].accuracies[-1] == pytest.approx(np.mean(accuracies))
-    assert np.isnan(result.accuracies[[0, 1, 2, 3]]).all()
+    assert finished.history("old").values[-1] == pytest.approx(np.mean(accuracies))
+    assert np.isnan(result.by_client[[0, 1, 2, 3]]).all()
 
 
 # reductions, bits, resuming
 
 
-def test_chapters_without_a_change_equal_a_plain_fit():
-    plain_fit = fit(algorithm("lg_fedavg", MODEL), MODEL, federation(), PLAN, options=QUICK)
-    through = run_scenario(scenario((0, ALL), (1, ALL), (4, ALL))).result
-    assert same_bits(plain_fit.state, through.state)
-    for name in ("local_spread", "new_spread", "times_sampled"):
-        assert getattr(plain_fit, name) == getattr(through, name)
+def test_phases_without_a_change_equal_a_run_without_phases():
+    plain_run = Finished(replace(experiment(), subgroups={})).group
+    through = Finished(experiment((0, ALL), (1, ALL), (4, ALL))).group
+    assert same_bits(plain_run.state.alone(), through.state.alone())
+    for name in ("local_spread", "new", "times_sampled"):
+        assert getattr(plain_run, name) == getattr(through, name)
     for name in ("download", "upload"):
-        assert getattr(plain_fit.ledger, name) == getattr(through.ledger, name)
+        assert getattr(plain_run.ledger, name) == getattr(through.ledger, name)
 
 
 CHANGING = (
@@ -219,23 +240,23 @@ CHANGING = (
 
 
 def test_the_same_seed_gives_the_same_bits():
-    first, second = run_scenario(scenario(*CHANGING)), run_scenario(scenario(*CHANGING))
-    assert same_bits(first.result.state, second.result.state)
-    assert first.courses == second.courses
-    other = run_scenario(scenario(*CHANGING), plan=replace(PLAN, seed=1))
-    assert not same_bits(first.result.state, other.result.state)
+    first, second = Finished(experiment(*CHANGING)), Finished(experiment(*CHANGING))
+    assert same_bits(first.state, second.state)
+    assert first.history("all") == second.history("all")
+    other = Finished(experiment(*CHANGING, seeds=(1,)))
+    assert not same_bits(first.state, other.state)
 
 
-def stopping_after(done, error):
-    """`_advanced`, but with an error after `done` rounds."""
-    advanced = glocal.federate.scenario._advanced
+def stop_after(monkeypatch, done, error):
+    """Let a run fail after so many rounds."""
+    advance = Run._advance
 
-    def stopping(story, evaluation, before, round_):
-        if before.done == done:
+    def stopping(own, finished, plans):
+        if own.progress.done == done:
             raise error
-        return advanced(story, evaluation, before, round_)
+        return advance(own, finished, plans)
 
-    return stopping
+    monkeypatch.setattr(Run, "_advance", stopping)
 
 
 # after a crash the last checkpoint is of round four; Ctrl-C saves what is done
@@ -243,77 +264,75 @@ def stopping_after(done, error):
     ("done", "error"),
     [(1, KeyboardInterrupt), (3, KeyboardInterrupt), (3, MemoryError), (5, MemoryError)],
 )
-def test_a_scenario_that_was_stopped_is_resumed_to_the_same_bits(
+def test_a_run_with_phases_that_was_stopped_is_resumed_to_the_same_bits(
     done, error, tmp_path, monkeypatch
 ):
-    whole = run_scenario(scenario(*CHANGING), folder=tmp_path / "whole")
+    whole = Finished(experiment(*CHANGING), tmp_path / "whole")
     with monkeypatch.context() as patched:
-        patched.setattr(glocal.federate.scenario, "_advanced", stopping_after(done, error))
+        stop_after(patched, done, error)
         with pytest.raises(error):
-            run_scenario(scenario(*CHANGING), folder=tmp_path / "stopped")
-    resumed = run_scenario(scenario(*CHANGING), folder=tmp_path / "stopped")
-    assert same_bits(whole.result.state, resumed.result.state)
-    assert whole.courses == resumed.courses
-    assert whole.result.ledger == resumed.result.ledger
+            Finished(experiment(*CHANGING), tmp_path / "stopped")
+    resumed = Finished(experiment(*CHANGING), tmp_path / "stopped")
+    assert same_bits(whole.state, resumed.state)
+    assert whole.group.ledger == resumed.group.ledger
     assert read_rows(tmp_path / "whole/rows.jsonl") == read_rows(tmp_path / "stopped/rows.jsonl")
+    results = [(tmp_path / name / "result.json").read_bytes() for name in ("whole", "stopped")]
+    assert results[0] == results[1]
 
 
-def test_a_longer_scenario_continues_to_the_same_bits(tmp_path):
-    run_scenario(scenario(*CHANGING), plan=replace(PLAN, rounds=4), folder=tmp_path)
-    longer = run_scenario(scenario(*CHANGING), folder=tmp_path).result
-    assert same_bits(longer.state, run_scenario(scenario(*CHANGING)).result.state)
+def test_a_longer_run_continues_to_the_same_bits(tmp_path):
+    Finished(experiment(*CHANGING, plan=replace(PLAN, rounds=4)), tmp_path)
+    longer = Finished(experiment(*CHANGING), tmp_path)
+    assert same_bits(longer.state, Finished(experiment(*CHANGING)).state)
 
 
 def test_a_client_that_joins_after_a_warm_start_is_sent_its_local_part():
-    made, old = algorithm("lg_fedavg", MODEL), Availability.of([0, 1, 2])
-    plan, params = replace(PLAN, first_round=2, rounds=4), params_of(MODEL)
+    old, plan = Availability.of([0, 1, 2]), replace(PLAN, first_round=2, rounds=4)
 
-    def downloaded(story):
-        federations = story.chapters[0].federations
-        case = Case(made, MODEL, plan, (0,), (params,), federations, (Ledger(),))
-        running = Story(case, story, QUICK).move_to_device()
-        *_, last = running.train(running.start_or_resume(None), None)
-        return last.progress.ledgers[0].download.bytes
+    def downloaded(*starts):
+        return Finished(experiment(*starts, plan=plan)).group.ledger.download.bytes
 
-    late = downloaded(scenario((0, old), (4, ALL)))
-    again = downloaded(scenario((0, ALL), (1, old), (4, ALL)))
-    assert late == again + 3 * trees.nbytes(made.init(params)[1])
+    late = downloaded((0, old), (4, ALL))
+    again = downloaded((0, ALL), (1, old), (4, ALL))
+    made = algorithm("lg_fedavg", MODEL)
+    private = made.init(made.task.initial_params()).private
+    assert late == again + 3 * trees.nbytes(private)
 
 
-def test_a_folder_is_not_resumed_with_another_scenario(tmp_path):
-    run_scenario(scenario(*CHANGING), plan=replace(PLAN, rounds=4), folder=tmp_path)
-    with pytest.raises(InputError, match="was made with another scenario"):
-        run_scenario(scenario(*CHANGING[:2]), folder=tmp_path)
+def test_a_folder_is_not_resumed_with_other_phases(tmp_path):
+    Finished(experiment(*CHANGING, plan=replace(PLAN, rounds=4)), tmp_path)
+    with pytest.raises(InputError, match="was made with another phases"):
+        Finished(experiment(*CHANGING[:2]), tmp_path)
+
+
+def on_other_data():
+    phases = (Phase(0, ALL), Phase(1, ALL, ((federation(seed=1),),)))
+    return replace(experiment((0, ALL)), phases=phases)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: scenario(), r"chapters begin in rounds \[\]; begin with 0"),
-        (lambda: scenario((0, ALL), (0, ALL)), r"begin in rounds \[0, 0\]"),
-        (lambda: scenario((0, ALL), odd=(9,)), "the group 'odd' has client 9; name some of 0..5"),
-        (lambda: scenario((0, ALL), none=()), "the group 'none' has no client"),
+        (lambda: experiment((1, ALL)), r"begin in rounds \[1\]; begin with 0"),
+        (lambda: experiment((0, ALL), (0, ALL)), r"begin in rounds \[0, 0\]"),
+        (lambda: experiment((0, ALL), odd=(9,)), "subgroup 'odd' has client 9; name some of 0..5"),
+        (lambda: experiment((0, ALL), none=()), "the subgroup 'none' has no client"),
+        (on_other_data, "different stores of examples"),
         (
-            lambda: Scenario(
-                (Chapter(0, ALL, (federation(),)), Chapter(1, ALL, (federation(),))), {}
-            ),
-            "different stores of examples",
-        ),
-        (
-            lambda: run_scenario(scenario((0, ALL)), options=replace(QUICK, select="best")),
+            lambda: experiment((0, ALL), evaluation=Evaluation(select="best")),
             "select = 'best' compares rounds with different",
         ),
     ],
 )
-def test_an_invalid_scenario_is_refused(make, message):
+def test_invalid_phases_are_refused(make, message):
     with pytest.raises(InputError, match=message):
         make()
 
 
 def test_forgetting_is_the_best_earlier_accuracy_less_the_last():
-    assert AccuracyHistory([], [], []).summary() is None
-    assert AccuracyHistory([1], [0.5], [1]).summary().forgetting == 0
-    assert AccuracyHistory(
+    assert MetricHistory([], [], []).summary() is None
+    assert MetricHistory([1], [0.5], [1]).summary().forgetting == 0
+    assert MetricHistory(
         [1, 2, 3], [0.5, 0.7, 0.9], [1, 1, 1]
     ).summary().forgetting == pytest.approx(-0.2)
 
@@ -358,11 +377,11 @@ def test_a_drift_gives_a_client_other_rows_from_its_round_on_only():
         "still": GroupSettings(2),
         "drift": GroupSettings(2, drift=30.0, drift_start=5, drift_end=30),
     }
-    story = build_scenario(groups, [pictures()], 40)
-    assert [chapter.first_round for chapter in story.chapters] == [0, 15, 25]
+    phases = build_phases(groups, [pictures()], 40)
+    assert [phase.first_round for phase in phases] == [0, 15, 25]
     angles = [rotation_angle(groups["drift"], index) for index in (0, 14, 15, 24, 25, 39)]
     assert angles == [0.0, 0.0, 30.0, 30.0, 60.0, 60.0]
-    first, second, third = (chapter.federations[0] for chapter in story.chapters)
+    first, second, third = (phase.data[0][0] for phase in phases)
     for part in ("train", "val", "test"):
         own = [getattr(each, part) for each in (first, second, third)]
         for each in own:
@@ -371,26 +390,27 @@ def test_a_drift_gives_a_client_other_rows_from_its_round_on_only():
         assert not np.array_equal(own[0].rows[2], own[1].rows[2])
         assert torch.equal(own[1].of(2).y, own[0].of(2).y)
         before, after = own[0].of(3).x, own[2].of(3).x
-        originals = story.chapters[0].federations[0].train.examples.x[:40]
+        originals = first.train.examples.x[:40]
         assert torch.allclose(after, rotate_images(before, 60, originals.min()))
 
 
 def test_a_group_that_leaves_is_sampled_once_more_and_drifts_no_further():
     groups = {"stay": GroupSettings(2), "go": GroupSettings(2, leave_round=12, drift=10.0)}
-    story = build_scenario(groups, [pictures()], 40)
-    assert [chapter.first_round for chapter in story.chapters] == [0, 10, 12, 13]
-    assert story.chapters[2].availability.dropouts.tolist() == [2, 3]
-    assert story.chapters[3].availability.available.tolist() == [0, 1]
+    phases = build_phases(groups, [pictures()], 40)
+    assert [phase.first_round for phase in phases] == [0, 10, 12, 13]
+    assert phases[2].availability.dropouts.tolist() == [2, 3]
+    assert phases[3].availability.available.tolist() == [0, 1]
     assert rotation_angle(groups["go"], 39) == 10.0
-    assert story.chapters[3].federations is story.chapters[1].federations
+    assert phases[3].data[0] is phases[1].data[0]
 
 
-def test_seeds_of_a_scenario_have_one_store_of_examples():
+def test_seeds_have_one_store_of_examples():
     groups = {"turned": GroupSettings(4, rotate=45.0)}
     store = pictures()
     other = replace(store, train=replace(store.train, rows=store.train.rows[::-1]))
-    [chapter] = build_scenario(groups, [store, other], 5).chapters
-    assert chapter.federations[0].train.examples.x is chapter.federations[1].train.examples.x
+    [phase] = build_phases(groups, [store, other], 5)
+    one, two = phase.data[0]
+    assert one.train.examples.x is two.train.examples.x
 
 
 # settings and the command line
@@ -455,7 +475,7 @@ def run(*arguments):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_scenario_runs_from_toml_to_its_report(capsys):
+def test_a_study_with_groups_runs_from_toml_to_its_report(capsys):
     assert run("run", "tiny.toml", "--out", "out") == 0
     printed = capsys.readouterr().out
     assert "forgetting" in printed
@@ -465,19 +485,19 @@ def test_a_scenario_runs_from_toml_to_its_report(capsys):
     for mark in ("− old", "+ new", "↻ drift", "FedAvg: accuracy by group", "LG: accuracy by group"):
         assert mark in page
     results = json.loads(Path("out/results.json").read_text())
-    assert [sorted(seed["groups"]) for seed in results["LG"]] == [["drift", "new", "old"]] * 2
+    assert [sorted(seed["subgroups"]) for seed in results["LG"]] == [["drift", "new", "old"]] * 2
     assert all(row["local_test"] is None for row in results["FedAvg"][0]["clients"][:3])
     assert run("report", "out") == 0
     assert "forgetting" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_study_stopped_in_a_scenario_is_resumed_to_the_same_results(monkeypatch):
+def test_a_stopped_study_with_groups_is_resumed_to_the_same_results(monkeypatch):
     settings, whole, stopped = from_toml(Path("tiny.toml")), Path("whole"), Path("stopped")
     assert list(run_study(settings, whole))
     for done, error in ((6, KeyboardInterrupt), (9, MemoryError)):
         with monkeypatch.context() as patched:
-            patched.setattr(glocal.federate.scenario, "_advanced", stopping_after(done, error))
+            stop_after(patched, done, error)
             with pytest.raises(error):
                 list(run_study(settings, stopped))
     assert list(run_study(settings, stopped))
@@ -539,14 +559,14 @@ def committed():
 
 
 def quoted(seeds, group, column):
-    values = [100 * seed["groups"][group][column] for seed in seeds]
+    values = [100 * seed["subgroups"][group][column] for seed in seeds]
     return f"{fmean(values):.1f} ± {stdev(values):.1f}".replace("-", "−")
 
 
 def test_the_page_quotes_the_measured_figures_of_every_group():
     page = (ROOT / "docs/arrivals.md").read_text()
     for experiment, seeds in committed()["results"].items():
-        for group in seeds[0]["groups"]:
+        for group in seeds[0]["subgroups"]:
             columns = ("first", "best", "last", "forgetting")
             cells = [quoted(seeds, group, column) for column in columns]
             assert f"| {experiment} | {group} | {' | '.join(cells)} |" in page
@@ -621,7 +641,7 @@ def test_a_warm_start_is_sent_to_present_clients_and_to_those_that_join_later(tm
 
 
 def test_a_group_that_left_before_a_warm_start_is_not_evaluated(tmp_path):
-    groups = warm_started(tmp_path)["groups"]
+    groups = warm_started(tmp_path)["subgroups"]
     assert groups["gone"] is None
     assert groups["old"] is not None
 
