@@ -102,9 +102,10 @@ def test_adaptation_alone_sends_nothing():
 
 
 @pytest.mark.quick
-def test_what_is_no_aggregation_is_refused():
-    with pytest.raises(InputError, match=r"^FedAvg: aggregation is 'mean'; one of glocal's"):
-        example("fedavg", aggregation="mean")
+@pytest.mark.parametrize("wrong", ["mean", Median, None])
+def test_what_is_no_aggregation_is_refused(wrong):
+    with pytest.raises(InputError, match=r"^FedAvg: aggregation is .*; one of glocal's was"):
+        example("fedavg", aggregation=wrong)
 
 
 def setup(folder, algorithm, *, settings="", aggregation="mean(clients)"):

@@ -193,7 +193,7 @@ def broken(index):
         ([Items(lambda index: (torch.rand(3), 0))], "example 0 of client 0 differs between two"),
         (
             [Items(lambda index: (torch.zeros(3 + index), 0))],
-            r"example 0 has the shape \(3,\) and example 1 \(4,\)",
+            r"the first example has the shape \(3,\), and example 1 of client 0 \(4,\)",
         ),
         ([Items(lambda index: torch.zeros(3))], "example 0 of client 0 is a Tensor of shape"),
         ([Items(lambda index: (object(), 0))], "holds a value of type object"),

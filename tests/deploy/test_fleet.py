@@ -192,6 +192,37 @@ def test_secure_aggregation_goes_over_the_protocol_too(tmp_path):
     assert [len(row["clients"]) for row in deployment.rows()] == [4, 4]
 
 
+COUNTED = """
+from pathlib import Path
+
+build, read = model, data
+
+def model():
+    with Path(__file__).with_name("built").open("a") as file:
+        file.write("model\\n")
+    return build()
+
+def data(client):
+    with Path(__file__).with_name("built").open("a") as file:
+        file.write("data\\n")
+    return read(client)
+"""
+
+
+def test_a_clients_model_and_data_are_built_once_in_its_process(tmp_path):
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=3)
+    for name in ("client-0", "client-1"):
+        with (folder / "clients" / name / "federation.py").open("a") as module:
+            module.write(COUNTED)
+    with deployed_here(folder) as deployment:
+        deployment.connect("client-0", "client-1")
+        assert deployment.run() == "completed"
+        assert deployment.run("second") == "completed"
+    for name in ("client-0", "client-1"):
+        built = (folder / "clients" / name / "built").read_text().split()
+        assert sorted(built) == ["data", "model"]
+
+
 def hostile(attack, when=("1", "train")):
     """A registered client that runs `attack` in its second round, and else does as it should."""
 

@@ -1,5 +1,7 @@
 """What encodes uploads, and what the server keeps, in a deployment: the bits of `Run`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from flwr.app import Error, Message
@@ -11,6 +13,7 @@ from glocal.deploy.client import RunClient
 from glocal.deploy.flower.records import from_record
 from glocal.deploy.project import Project
 from glocal.deploy.server import RunServer
+from glocal.evaluate.privacy import epsilon
 from glocal.wire import Wire, pack, unpack
 from tests.support import deployed
 from tests.support.deployed_runs import (
@@ -100,27 +103,27 @@ def garbage(blob):
     return np.random.default_rng(0).bytes(len(blob))
 
 
-def no_index(blob):
-    """Zeros, so that the code of top-k's indices says nothing at all."""
-    return bytes(len(blob))
+def test_bytes_of_the_right_number_that_cannot_be_decoded_cost_their_client_alone(tmp_path):
+    """Their places are outside of the tensor."""
+    folder = deployed.project(tmp_path / "here", plan='uplink = ["top_k(0.3)"]')
+    server = run_here(folder, deployed.InProcessGrid(folder, replaced(garbage)))
+    rows = read_rows(server.folder / "rows.jsonl")
+    assert [len(row["clients"]) for row in rows] == [4, 3, 4]
+    reason = "its payload cannot be decoded (RuntimeError: "
+    assert rows[1]["dropped"]["client-2"].startswith(reason)
+    state = with_availability(folder, {1: [2]})
+    assert same_bits(server.shared, state.shared)
+    assert same_bits(private_of(folder, 2).after, state.private.of(2))
 
 
-@pytest.mark.parametrize("change", [garbage, no_index])
+@pytest.mark.parametrize("change", [garbage, lambda blob: bytes(len(blob))])
 @pytest.mark.parametrize("uplink", ["top_k(0.3)", "int8", "int4", "fp16"])
-def test_bytes_of_the_right_number_that_no_codec_sent_cost_their_client_alone(
-    uplink, change, tmp_path
-):
-    folder = deployed.project(tmp_path / "here", plan=f'uplink = ["{uplink}"]')
+def test_no_bytes_of_the_right_number_end_a_round(uplink, change, tmp_path):
+    folder = deployed.project(tmp_path / "here", plan=f'uplink = ["{uplink}"]', rounds=2)
     server = run_here(folder, deployed.InProcessGrid(folder, replaced(change)))
     rows = read_rows(server.folder / "rows.jsonl")
-    assert [len(row["clients"]) for row in rows][::2] == [4, 4]
-    for name, reason in rows[1]["dropped"].items():
-        assert name == "client-2"
-        assert "cannot be decoded (" in reason or "holds NaN or infinity" in reason
-    if uplink == "top_k(0.3)":
-        assert "cannot be decoded (RuntimeError" in rows[1]["dropped"]["client-2"]
-        state = with_availability(folder, {1: [2]})
-        assert same_bits(server.shared, state.shared)
+    assert len(rows) == 2
+    assert {*rows[1]["dropped"]} <= {"client-2"}
 
 
 def test_a_scale_that_is_not_a_number_is_named(tmp_path):
@@ -231,7 +234,7 @@ def test_an_algorithm_with_a_server_state_and_profiles_gives_the_bits_of_run(tmp
     server = run_here(folder, grid)
     progress = simulated_run(folder)
     require_same_bits(server, folder, progress)
-    assert distance(server.state.training.profiles[0].of(0), progress.states[0].server) > 0
+    assert all(float(tensor.abs().max()) > 0 for tensor in progress.states[0].server.values())
     sent = {}
     for client, message in left:
         record = message.content.config_records.get("tree")
@@ -261,11 +264,9 @@ def test_a_checkpoint_whose_tensors_are_not_those_of_the_algorithm_is_refused(tm
     folder = remembering(tmp_path / "here", rounds=1, clients=2)
     server = run_here(folder)
     training = server.state.training
-    broken = training._replace(
-        server={**training.server, "velocity/6.bias": training.shared["0.weight"]}
-    )
-    server.state.__dict__["training"] = broken
-    server.files.save(server.state, server.setup)
+    another = {**training.server, "velocity/6.bias": training.shared["0.weight"]}
+    state = replace(server.state, training=training._replace(server=another))
+    server.files.save(state, server.setup)
     with pytest.raises(InputError, match=r"checkpoint.safetensors is damaged \(wire: 'velocity/6"):
         RunServer(Project.from_folder(folder), "first")
 
@@ -349,13 +350,24 @@ def test_no_client_reports_its_number_of_examples_where_all_weigh_the_same(plan,
 
 def test_clipping_and_noise_can_be_masked_and_all_clients_weigh_the_same(tmp_path):
     folder = secured(deployed.project(tmp_path / "here", rounds=2, plan=MEAN))
-    with_privacy(folder, clip_norm=0.5, noise_multiplier=1e-4)
-    server = run_here(folder)
+    server = run_here(with_privacy(folder))
     rows = read_rows(server.folder / "rows.jsonl")
     assert [len(row["clients"]) for row in rows] == [4, 4]
     assert {*server.clients.weights.values()} == {1}
-    plain = deployed.project(tmp_path / "plain", rounds=2, plan=MEAN + '\nuplink = ["clip(0.5)"]')
-    assert distance(server.shared, simulated_run(plain).states[0].shared) <= 1e-3
+    assert server.live["privacy"]["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
+    state = simulated_run(folder).states[0]
+    assert distance(server.shared, state.shared) > 0.5, "there is no noise"
+
+
+def test_uploads_that_are_clipped_alone_can_be_masked_too(tmp_path):
+    folder = secured(deployed.project(tmp_path / "here", rounds=2, plan=MEAN))
+    server = run_here(with_privacy(folder, clip_norm=0.05, noise_multiplier=0.0))
+    clipped = deployed.project(tmp_path / "clipped", rounds=2, plan=MEAN + CLIP)
+    assert distance(server.shared, simulated_run(clipped).states[0].shared) <= 1e-3
+    assert distance(server.shared, simulated_run(folder).states[0].shared) > 1e-2
+
+
+CLIP = '\nuplink = ["clip(0.05)"]'
 
 
 def test_what_is_masked_is_the_change(tmp_path):

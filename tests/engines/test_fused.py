@@ -12,16 +12,9 @@ from torch import nn
 from glocal.core import random, trees
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Adam, SGD
-from glocal.core.training import (
-    Proximal,
-    Work,
-    cross_entropy,
-    local_train,
-    supervised,
-    with_augmentation,
-    with_proximal,
-)
+from glocal.core.optimizers import SGD, Adam
+from glocal.core.task import Task, classification
+from glocal.core.training import Proximal, Work, local_train, with_augmentation
 from glocal.datasets import crop_and_flip
 from glocal.engines.fused import compiler
 from glocal.engines.fused.compiler import NoFusedStepError, load_step
@@ -47,9 +40,13 @@ def work_of(shape, order, *, seed=0, round_index=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(30, *shape, generator=generator)
     y = torch.randint(CLASSES, (30,), generator=generator)
-    return Work(
-        Examples(x, y, None), torch.as_tensor(order), torch.tensor(seed), torch.tensor(round_index)
-    )
+    order = torch.as_tensor(order)
+    order = order[None] if order.dim() == 2 else order
+    return Work.of(Examples(x, y, None), order, torch.tensor(seed), torch.tensor(round_index))
+
+
+def cross_entropy(model):
+    return classification(model).objective
 
 
 def random_order(steps, batch, *, seed, padding=0.0):
@@ -66,8 +63,8 @@ def doubled(tree):
 
 
 def in_double(objective, params, work, optimizer):
-    """The general path in float64: the reference for two ways to compute in float32."""
-    examples = work.examples._replace(x=work.examples.x.double())
+    """The general path in float64: the reference for steps in float32."""
+    examples = work.examples.with_dtype(torch.float64)
     proximal = tuple(Proximal(doubled(anchor), strength) for anchor, strength in objective.proximal)
     return local_train(
         objective._replace(proximal=proximal),
@@ -81,15 +78,16 @@ def assert_agrees(fused, objective, params, work, optimizer):
     before = {name: tensor.clone() for name, tensor in params.items()}
     result = fused(objective, params, work, optimizer)
     assert result is not None, fused.reason
-    trained, loss = result
-    expected, expected_loss = in_double(objective, params, work, optimizer)
-    assert list(trained) == list(params)
+    expected = in_double(objective, params, work, optimizer)
+    assert list(result.params) == list(params)
     assert trees.same_bits(params, before)
-    for name, tensor in trained.items():
-        scale = expected[name].abs().max().clamp(min=0.1)
+    for name, tensor in result.params.items():
+        scale = expected.params[name].abs().max().clamp(min=0.1)
         assert tensor.dtype == torch.float32
-        assert float((tensor - expected[name]).abs().max() / scale) < 1e-5, name
-    torch.testing.assert_close(loss.double(), expected_loss.double(), rtol=1e-5, atol=1e-6)
+        assert float((tensor - expected.params[name]).abs().max() / scale) < 1e-5, name
+    ours, truth = result.loss.mean.double(), expected.loss.mean.double()
+    torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+    assert result.loss.weight == expected.loss.weight
 
 
 def mlp(*widths, bias=True):
@@ -100,7 +98,7 @@ def mlp(*widths, bias=True):
 
 
 rules = st.builds(
-    sgd,
+    SGD,
     st.sampled_from([0.05, 0.2]),
     momentum=st.sampled_from([0.0, 0.5, 0.9]),
     weight_decay=st.sampled_from([0.0, 0.01]),
@@ -113,6 +111,7 @@ rules = st.builds(
     widths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     batch=st.integers(1, 12) | st.sampled_from([16, 20, 27, 32]),
     steps=st.integers(1, 5),
+    epochs=st.integers(1, 2),
     padding=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
     rule=rules,
     bias=st.booleans(),
@@ -120,16 +119,14 @@ rules = st.builds(
     seed=st.integers(0, 2**20),
 )
 def test_linear_chains_agree_with_the_general_path(
-    fused, widths, batch, steps, padding, rule, bias, round_index, seed
+    fused, widths, batch, steps, epochs, padding, rule, bias, round_index, seed
 ):
     torch.manual_seed(seed)
     model = mlp(*widths, CLASSES, bias=bias)
-    work = work_of(
-        (widths[0],),
-        random_order(steps, batch, seed=seed, padding=padding),
-        seed=seed,
-        round_index=round_index,
+    order = torch.stack(
+        [random_order(steps, batch, seed=seed + epoch, padding=padding) for epoch in range(epochs)]
     )
+    work = work_of((widths[0],), order, seed=seed, round_index=round_index)
     assert_agrees(fused, cross_entropy(model), params_of(model), work, rule)
 
 
@@ -221,9 +218,7 @@ def test_augmented_examples_agree_with_the_general_path(fused, augment):
     model = nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * (side - 2) ** 2, CLASSES)
     )
-    work = work_of((2, 6, 6), random_order(3, 5, seed=1, padding=0.3))._replace(
-        key=torch.tensor(11)
-    )
+    work = work_of((2, 6, 6), random_order(3, 5, seed=1, padding=0.3), seed=11)
     assert_agrees(
         fused,
         with_augmentation(cross_entropy(model), augment),
@@ -263,14 +258,11 @@ def test_proximal_terms_are_part_of_gradients_and_loss(fused, strengths, momentu
     ):
         objective, params = cross_entropy(model), params_of(model)
         for strength in strengths:
-            objective = with_proximal(
-                objective,
-                {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()},
-                strength,
-            )
-        objective = objective._replace(
-            proximal=(*objective.proximal, Proximal({"0.weight": params["0.weight"] + 0.3}, 0.5))
-        )
+            anchor = {
+                name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()
+            }
+            objective = objective.near(anchor, strength)
+        objective = objective.near({"0.weight": params["0.weight"] + 0.3}, 0.5)
         assert_agrees(
             fused,
             objective,
@@ -306,12 +298,11 @@ def test_several_proximal_terms_are_one_term_and_a_constant():
 def test_work_that_is_all_padding_changes_nothing(fused):
     model = mlp(4, 3, CLASSES)
     params = params_of(model)
-    trained, loss = fused(
-        cross_entropy(model), params, work_of((4,), torch.full((2, 3), -1)), SGD(0.1, momentum=0.9)
-    )
-    assert trees.same_bits(trained, params)
-    assert loss == 0
-    assert all(trained[name].data_ptr() != params[name].data_ptr() for name in params)
+    padding = work_of((4,), torch.full((2, 3), -1))
+    trained = fused(cross_entropy(model), params, padding, SGD(0.1, momentum=0.9))
+    assert trees.same_bits(trained.params, params)
+    assert trained.loss.total == trained.loss.weight == trained.loss.mean == 0
+    assert all(trained.params[name].data_ptr() != params[name].data_ptr() for name in params)
 
 
 @pytest.mark.parametrize(
@@ -332,9 +323,9 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
     sequential = [run(work) for work in works]
     with ThreadPoolExecutor(4) as pool:
         parallel = list(pool.map(run, works * 3))
-    for (tree, loss), (other, other_loss) in zip(sequential * 3, parallel, strict=True):
-        assert trees.same_bits(tree, other)
-        assert loss == other_loss
+    for one, other in zip(sequential * 3, parallel, strict=True):
+        assert trees.same_bits(one.params, other.params)
+        assert one.loss == other.loss
 
 
 @pytest.mark.parametrize(
@@ -343,21 +334,21 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
 def test_a_diverged_loss_is_not_finite(fused, model):
     shape = (6,) if isinstance(model[0], nn.Linear) else (2, 6, 6)
     work = work_of(shape, random_order(6, 5, seed=0))
-    _, huge = fused(cross_entropy(model), params_of(model), work, SGD(1e30))
+    huge = fused(cross_entropy(model), params_of(model), work, SGD(1e30))
     work.examples.x[:] = torch.nan
-    _, lost = fused(cross_entropy(model), params_of(model), work, SGD(0.1))
-    assert not torch.isfinite(huge)
-    assert not torch.isfinite(lost)
+    lost = fused(cross_entropy(model), params_of(model), work, SGD(0.1))
+    assert not torch.isfinite(huge.loss.mean)
+    assert not torch.isfinite(lost.loss.mean)
 
 
 def test_local_train_uses_the_trainer_of_the_work(fused):
     model = mlp(4, 6, CLASSES)
     work = work_of((4,), random_order(3, 5, seed=0))
     objective, params, rule = cross_entropy(model), params_of(model), SGD(0.1)
-    trained, loss = local_train(objective, params, work._replace(trainer=fused), rule)
-    expected, expected_loss = fused(objective, params, work, rule)
-    assert trees.same_bits(trained, expected)
-    assert loss == expected_loss
+    trained = local_train(objective, params, work._replace(trainer=fused), rule)
+    expected = fused(objective, params, work, rule)
+    assert trees.same_bits(trained.params, expected.params)
+    assert trained.loss == expected.loss
 
 
 LINEAR = mlp(4, 6, CLASSES)
@@ -383,7 +374,17 @@ DECLINED = {
         )
     ),
     "the loss is not the cross entropy": declined_setup(
-        supervised(LINEAR, lambda output, y: output.square().sum(1))
+        Task(LINEAR, lambda outputs, y: outputs.square().sum(1)).objective
+    ),
+    "the model is called by a function of its own": declined_setup(
+        classification(LINEAR, forward=lambda model, x: model(x)).objective
+    ),
+    "the targets are (2,) int64, not one class per example": declined_setup(
+        y=torch.stack([Y, Y], 1)
+    ),
+    "the inputs or targets are not one tensor": declined_setup(x={"a": X}),
+    "the objective has a linear term": declined_setup(
+        cross_entropy(LINEAR).plus_linear(params_of(LINEAR))
     ),
     "layer '1' is BatchNorm1d on (6,)": declined_setup(model=NORMED),
     "some of its weights are frozen": declined_setup(model=FROZEN),
@@ -394,20 +395,20 @@ DECLINED = {
         model=nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, CLASSES))
     ),
     "not every weight of the model is trained": declined_setup(
-        cross_entropy(LINEAR)._replace(trainable=frozenset({"0.weight"}))
+        cross_entropy(LINEAR).only({"0.weight"})
     ),
     "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_setup(tree=doubled),
     "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_setup(x=X.double()),
-    "'y' is torch.int32 on cpu, not torch.int64 on cpu": declined_setup(y=Y.int()),
+    "the targets are () int32, not one class per example": declined_setup(y=Y.int()),
     "the examples are not contiguous": declined_setup(x=X.t().contiguous().t()),
-    "there is no batch": declined_setup(order=torch.zeros(0, 3, dtype=torch.int64)),
-    "a row of the order is outside the examples": declined_setup(order=torch.tensor([[0, 30]])),
+    "there is no batch": declined_setup(order=torch.zeros(1, 0, 3, dtype=torch.int64)),
+    "a row of the order is outside the examples": declined_setup(order=torch.tensor([[[0, 30]]])),
     "a label is no class of the model": declined_setup(y=Y - 100),
     "'0.weight' requires a gradient": declined_setup(
         tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}
     ),
     "a proximal term has a negative strength": declined_setup(
-        with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)
+        cross_entropy(LINEAR).near(params_of(LINEAR), -1.0)
     ),
 }
 

@@ -17,6 +17,7 @@ from torch import nn
 from glocal.core import optimizers, training, trees
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
+from glocal.core.task import classification
 from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
 from glocal.engines.fused.layer_chain import parse_chain
 from glocal.engines.fused.tiles import Tile, default_tile
@@ -125,12 +126,12 @@ class Trial:
     def truth(self, *, lr=0.1, momentum=0.0, weight_decay=0.0, proximal=()):
         """`local_train` in float64: params (clients, ...) and losses (clients,)."""
         model = self.model.to(WHERE).double()
-        sgd = optimizers.SGD(lr, momentum=momentum, weight_decay=weight_decay)
+        sgd = optimizers.SGD(lr=lr, momentum=momentum, weight_decay=weight_decay)
         clients = range(self.order.shape[0])
         results = [self.truth_of(client, model, sgd, proximal) for client in clients]
         model.float()
-        params = trees.stack([trained for trained, _ in results])
-        return params, torch.stack([loss for _, loss in results])
+        params = trees.stack([trained.params for trained in results])
+        return params, torch.stack([trained.loss.mean for trained in results])
 
     def truth_of(self, client, model, sgd, proximal):
         ends = tuple(
@@ -138,11 +139,11 @@ class Trial:
             for ends, strength in proximal
         )
         zero = torch.tensor(0, device=WHERE)
-        work = training.Work(Examples(self.x.double(), self.y), self.order[client], zero, zero)
+        examples, order = Examples(self.x.double(), self.y), self.order[client][None]
+        work = training.Work.of(examples, order, zero, zero)
         params = {name: tensor[client].double() for name, tensor in self.params.items()}
-        return training.local_train(
-            training.cross_entropy(model)._replace(proximal=ends), params, work, sgd
-        )
+        objective = classification(model).objective._replace(proximal=ends)
+        return training.local_train(objective, params, work, sgd)
 
 
 def assert_same(one, other, tolerance=1e-5):
@@ -311,8 +312,8 @@ def with_triton(monkeypatch):
 
 
 def reason(model, inputs=(9,), *, optimizer=None, dtype=torch.float32, **changes):
-    objective = training.cross_entropy(model)._replace(**changes)
-    return unsupported_reason(objective, optimizer or optimizers.SGD(0.1), inputs, dtype)
+    objective = classification(model).objective._replace(**changes)
+    return unsupported_reason(objective, optimizer or optimizers.SGD(lr=0.1), inputs, dtype)
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -320,7 +321,7 @@ def test_unsupported_training_is_declined_with_a_reason():
     model = mlp(9, 5, CLASSES)
     assert reason(model) is None
     assert reason(small_lenet(), (2, 12, 12)) is None
-    assert reason(model, optimizer=optimizers.Adam(0.1)) == "the optimiser is Adam, not SGD"
+    assert reason(model, optimizer=optimizers.Adam(lr=0.1)) == "the optimiser is Adam, not SGD"
     assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
     assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
     assert (
@@ -331,10 +332,8 @@ def test_unsupported_training_is_declined_with_a_reason():
         reason(model, proximal=(training.Proximal({}, -1.0),))
         == "a proximal term has a negative strength"
     )
-    with_augmentation = training.with_augmentation(training.cross_entropy(model), lambda x, key: x)
-    assert (
-        reason(model, loss=with_augmentation.loss) == "the loss is not the cross entropy of a model"
-    )
+    linear = {"0.weight": torch.ones(5, 9)}
+    assert reason(model, linear=linear) == "the objective has a linear term"
 
 
 def test_without_triton_it_is_declined(monkeypatch):

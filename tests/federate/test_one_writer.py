@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from glocal.federate.kinds import Kind, fit_kinds
-from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 
 import glocal
 from glocal.cli.join import reserve_folder
@@ -103,25 +101,20 @@ def held(tmp_path):
 
 
 def fitted(folder):
-    model = world.seeded(world.plain)
-    algorithm = world.algorithm("lg_fedavg", model)
-    return glocal.fit(algorithm, model, world.federation(), PLAN, folder=folder)
+    algorithm = world.algorithm("lg_fedavg", world.seeded(world.plain))
+    return glocal.fit(
+        algorithm, world.federation(), rounds=2, clients_per_round=3, folder=folder, progress=False
+    )
 
 
-def fitted_kinds(folder):
-    model = world.seeded(world.plain)
-    kind = Kind("only", world.algorithm("lg_fedavg", model), model, world.federation())
-    return fit_kinds([kind], PLAN, folder=folder)
+def fitted_with_a_phase(folder):
+    algorithm = world.algorithm("lg_fedavg", world.seeded(world.plain))
+    phases = (glocal.Phase(0, Availability.of(range(world.NUM_CLIENTS))),)
+    experiment = glocal.Experiment.of(algorithm, world.federation(), PLAN, phases=phases)
+    return glocal.Run(experiment, folder=folder).to_end()
 
 
-def fitted_scenario(folder):
-    model, all_clients = world.seeded(world.plain), tuple(range(world.NUM_CLIENTS))
-    only = Chapter(0, Availability.of(all_clients), (world.federation(),))
-    scenario = Scenario((only,), {"all": all_clients})
-    return fit_scenario(world.algorithm("lg_fedavg", model), model, scenario, PLAN, folder=folder)
-
-
-@pytest.mark.parametrize("fit", [fitted, fitted_kinds, fitted_scenario])
+@pytest.mark.parametrize("fit", [fitted, fitted_with_a_phase])
 def test_training_in_python_is_refused_there_and_goes_on_elsewhere(fit, held, tmp_path):
     before = bytes_of(held)
     with pytest.raises(InputError, match=HELD):

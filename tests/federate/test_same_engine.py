@@ -1,21 +1,21 @@
 """A resumed run goes on with the engine it began with, even if another is faster by now."""
 
 import json
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
-from glocal.federate.fitting import Options, Pretraining
-from glocal.federate.kinds import Kind, fit_kinds
-from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from torch import nn
 
 import glocal
 from glocal.core.sampling import Availability
+from glocal.federate.fit import build_experiment
 from tests.support import world
 
 # so many rounds that engines are measured, and no checkpoint before the end
 LONG_PLAN = glocal.Plan(rounds=200, clients_per_round=3, batch_size=5)
-OPTIONS = Options(validate_every=1000, checkpoint_every=1000)
+SELDOM = glocal.Evaluation(every=1000)
+OPTIONS = glocal.Options(checkpoint_every=1000)
 DESCRIPTIONS = {
     "looped, one client at a time": "looped",
     "vmapped, all clients in one batch": "vmapped",
@@ -26,56 +26,76 @@ class StopError(Exception):
     """A kill: nothing is saved on its way out."""
 
 
-def lg_fedavg(*, stop=None):
-    """LG-FedAvg with Adam, which has no fused steps; it stops at the aggregation number `stop`."""
-    model = world.seeded(world.plain)
-    algorithm = world.algorithm("lg_fedavg", model, optimizer=glocal.Adam(0.01))
-    calls = []
+class Stopping(glocal.LGFedAvg):
+    """LG-FedAvg whose server is killed in a round."""
 
-    def aggregate(shared, uploads, weights):
-        calls.append(1)
-        if len(calls) == stop:
+    stop: int = 0
+
+    def server_update(self, shared, server, uploads):
+        if self.stop and int(uploads.round_index) == self.stop - 1:
             raise StopError
-        return algorithm.aggregate(shared, uploads, weights)
-
-    return algorithm._replace(aggregate=aggregate), model
+        return super().server_update(shared, server, uploads)
 
 
-def fit_plain(folder, stop=None):
-    algorithm, model = lg_fedavg(stop=stop)
-    federation = world.federation()
-    return glocal.fit(algorithm, model, federation, LONG_PLAN, options=OPTIONS, folder=folder)
+def lg_fedavg(**settings):
+    """LG-FedAvg with Adam, which has no fused steps."""
+    model = world.seeded(world.plain)
+    local = sorted(world.first_half(model).local)
+    task, adam = glocal.classification(model), glocal.Adam(lr=0.01)
+    return Stopping(task, optimizer=adam, local=local, **settings)
 
 
-def fit_two_kinds(folder, stop=None):
-    algorithm, model = lg_fedavg(stop=stop)
-    kinds = [
-        Kind("short", algorithm, model, world.federation()),
-        Kind("long", algorithm, model, world.federation(seed=1)),
-    ]
-    return fit_kinds(kinds, LONG_PLAN, options=OPTIONS, folder=folder)
+def run(experiment, folder, stop, options=OPTIONS):
+    """Carry an experiment out; with `stop`, its server is killed in that round."""
+    made = glocal.Run(experiment, folder=folder, options=options)
+    if stop:
+        groups = made.experiment.groups
+        killed = [replace(each, algorithm=replace(each.algorithm, stop=stop)) for each in groups]
+        spec = made.spec
+        made.experiment = replace(made.experiment, groups=tuple(killed))
+        made.__dict__["spec"] = spec  # a kill is no setting
+    return made.to_end()
 
 
-def fit_one_chapter(folder, stop=None):
-    algorithm, model = lg_fedavg(stop=stop)
-    clients = tuple(range(world.NUM_CLIENTS))
-    chapter = Chapter(0, Availability.of(clients), (world.federation(),))
-    scenario = Scenario((chapter,), {"all": clients})
-    return fit_scenario(algorithm, model, scenario, LONG_PLAN, options=OPTIONS, folder=folder)
-
-
-def fit_pretrained(folder, stop=None):
-    """Clients with so many examples that one epoch of pre-training is worth a measurement."""
-    algorithm, model = lg_fedavg(stop=stop)
-    return glocal.fit(
-        algorithm,
-        model,
-        world.federation((450,) * 4),
-        glocal.Plan(rounds=5, clients_per_round=2, batch_size=1),
-        options=OPTIONS,
-        folder=folder,
-        pretraining=Pretraining(lg_fedavg()[0], epochs=1),
+def plain_run(folder, stop=None):
+    experiment = build_experiment(
+        lg_fedavg(), world.federation(), plan=LONG_PLAN, evaluation=SELDOM
     )
+    return run(experiment, folder, stop)
+
+
+def run_with_groups(folder, stop=None):
+    groups = [
+        glocal.Group(lg_fedavg(), (world.federation(seed=seed),), name)
+        for seed, name in enumerate(("short", "long"))
+    ]
+    return run(glocal.Experiment(tuple(groups), LONG_PLAN, evaluation=SELDOM), folder, stop)
+
+
+def run_with_a_phase(folder, stop=None):
+    clients = tuple(range(world.NUM_CLIENTS))
+    phase = glocal.Phase(0, Availability.of(clients))
+    experiment = glocal.Experiment.of(
+        lg_fedavg(),
+        world.federation(),
+        LONG_PLAN,
+        evaluation=SELDOM,
+        phases=(phase,),
+        subgroups={"all": clients},
+    )
+    return run(experiment, folder, stop)
+
+
+def pretrained_run(folder, stop=None):
+    """Clients with so many examples that one epoch of pre-training is worth a measurement."""
+    experiment = build_experiment(
+        lg_fedavg(),
+        world.federation((450,) * 4),
+        plan=glocal.Plan(rounds=5, clients_per_round=2, batch_size=1),
+        evaluation=SELDOM,
+    )
+    pretraining = glocal.Pretraining(epochs=1)
+    return run(replace(experiment, pretraining=pretraining), folder, stop)
 
 
 def logged_engines(caplog):
@@ -104,7 +124,7 @@ def cache_other_plan(folder, monkeypatch, plan):
     monkeypatch.setenv("GLOCAL_CACHE", str(cache))
 
 
-@pytest.mark.parametrize("fit", [fit_plain, fit_two_kinds, fit_one_chapter, fit_pretrained])
+@pytest.mark.parametrize("fit", [plain_run, run_with_groups, run_with_a_phase, pretrained_run])
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_stop_before_the_first_checkpoint_changes_no_engine(
     fit, stop, tmp_path, monkeypatch, caplog
@@ -130,12 +150,19 @@ def test_a_stop_before_the_first_checkpoint_changes_no_engine(
 @pytest.mark.parametrize("engine", ["vmapped", "looped", "auto"])
 def test_an_engine_that_is_configured_is_used_for_a_resumed_run_too(engine, tmp_path, caplog):
     caplog.set_level("INFO", "glocal")
-    (algorithm, model), federation = lg_fedavg(), world.federation()
+    algorithm, federation = lg_fedavg(), world.federation()
 
     def fit(rounds, engine):
-        plan = glocal.Plan(rounds, clients_per_round=3, batch_size=5)
-        options = Options(engine=engine, checkpoint_every=1)
-        glocal.fit(algorithm, model, federation, plan, options=options, folder=tmp_path)
+        glocal.fit(
+            algorithm,
+            federation,
+            rounds=rounds,
+            clients_per_round=3,
+            batch_size=5,
+            engine=engine,
+            folder=tmp_path,
+            progress=False,
+        )
 
     fit(3, engine)
     caplog.clear()
@@ -147,15 +174,15 @@ def test_the_engine_of_another_algorithm_is_not_reused(tmp_path, caplog):
     """Without a checkpoint, another algorithm may begin anew in the same folder."""
     caplog.set_level("INFO", "glocal")
     with pytest.raises(StopError):
-        fit_plain(tmp_path, stop=2)
+        plain_run(tmp_path, stop=2)
     file = tmp_path / "engine.json"
     stored = json.loads(file.read_text())
     (key,) = stored.keys() - {"fingerprint"}
     assert "rounds" in stored[key]
     file.write_text(json.dumps({**stored, key: {"rounds": {"engine": "graphed"}}}))
-    model = world.seeded(world.plain)
-    other = world.algorithm("fedavg", model, optimizer=glocal.Adam(0.02))
-    glocal.fit(other, model, world.federation(), LONG_PLAN, options=OPTIONS, folder=tmp_path)
+    task = glocal.classification(world.seeded(world.plain))
+    other = glocal.FedAvg(task, optimizer=glocal.Adam(lr=0.02))
+    run(build_experiment(other, world.federation(), plan=LONG_PLAN), tmp_path, None)
     assert "graphed" not in file.read_text()
 
 
@@ -163,7 +190,7 @@ def test_evaluation_goes_on_with_the_engine_that_it_began_with(tmp_path, monkeyp
     # by its path: glocal.evaluate.local_test is the function of that name
     module = import_module("glocal.evaluate.local_test")
     executor, engines = module.Executor, []
-    (algorithm, model), federation = lg_fedavg(), world.federation()
+    algorithm, federation = lg_fedavg(), world.federation()
 
     def spy(*args, engine, execution_plan=None, **options):
         if engine != "looped":  # the averaged model is evaluated on that one
@@ -173,10 +200,9 @@ def test_evaluation_goes_on_with_the_engine_that_it_began_with(tmp_path, monkeyp
     monkeypatch.setattr(module, "Executor", spy)
     for rounds in (1, 2):
         plan = glocal.Plan(rounds, clients_per_round=3, batch_size=5)
-        glocal.fit(algorithm, model, federation, plan, folder=tmp_path)
-    # one executor for outputs and one for correct answers, first of all during training
-    assert engines[:2] == [None, None]
-    assert engines[4:] == ["vmapped"] * 4
+        run(build_experiment(algorithm, federation, plan=plan), tmp_path, None)
+    # one executor for outputs and one for scores, in each of the two runs
+    assert engines == [None, None, "vmapped", "vmapped"]
 
 
 def half_frozen():
@@ -191,31 +217,30 @@ def half_frozen():
 def test_frozen_layers_and_batches_of_one_give_the_same_bits_after_a_stop(name, engine, tmp_path):
     """Products of one row round differently where a weight does not begin at a cache line."""
     model = world.seeded(half_frozen)
-    split = glocal.Split.of(model, local="2")
-    algorithm = world.algorithm(name, model, optimizer=glocal.Adam(0.01), split=split)
-    options = Options(engine=engine, checkpoint_every=1, validate_every=1000)
+    local = ["2.weight", "2.bias"] if name == "lg_fedavg" else None
+    algorithm = world.algorithm(name, model, optimizer=glocal.Adam(lr=0.01), local=local)
+    options = glocal.Options(engine=engine, checkpoint_every=1)
 
     def fit(rounds, folder):
         plan = glocal.Plan(rounds, clients_per_round=3, batch_size=1)
-        return glocal.fit(
-            algorithm, model, world.federation(), plan, options=options, folder=folder
-        )
+        experiment = build_experiment(algorithm, world.federation(), plan=plan, evaluation=SELDOM)
+        return run(experiment, folder, None, options).group().state.alone()
 
     whole = fit(5, tmp_path / "whole")
     for stop in (1, 2, 3, 4):
         folder = tmp_path / str(stop)
         fit(stop, folder)
-        assert world.same_bits(fit(5, folder).state, whole.state)
+        assert world.same_bits(fit(5, folder), whole)
 
 
 def test_the_measured_times_are_no_part_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "measured"))
-    fit_plain(tmp_path / "first")
+    plain_run(tmp_path / "first")
     runs = []
     for reason in ("measured, ms a step: 1", "measured, ms a step: 2"):
         cache_other_plan(tmp_path, monkeypatch, {"engine": "looped", "reason": reason})
         folder = tmp_path / reason
-        fit_plain(folder)
+        plain_run(folder)
         runs.append({file.name: file.read_bytes() for file in sorted(folder.glob("*.*"))})
     assert "checkpoint.safetensors" in runs[0]
     assert runs[0] == runs[1]

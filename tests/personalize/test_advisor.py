@@ -591,9 +591,7 @@ def test_clients_for_which_the_metric_is_undefined_do_not_count():
 def test_a_metric_that_is_undefined_for_everybody_gives_no_advice():
     nobody = glocal.Metric("nobody", of_client=lambda outputs, targets: None)
     with pytest.raises(InputError, match="nobody is undefined for the examples that every"):
-        advice_for(
-            federation(own_labels=True), plan=Plan(2, 2), algorithm=fedavg(metrics=nobody)
-        )
+        advice_for(federation(own_labels=True), plan=Plan(2, 2), algorithm=fedavg(metrics=nobody))
 
 
 @pytest.mark.parametrize(("unit", "found"), [(1.0, True), (20.0, False)])

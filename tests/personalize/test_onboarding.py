@@ -255,7 +255,9 @@ def test_more_existing_clients_than_there_are_is_refused():
 def test_training_that_diverges_is_refused():
     trained_federation, _ = trained()
     far = examples()._replace(x=1e30 * examples().x)
-    with pytest.raises(DivergedError, match=f"the loss or the upload of client {NEW} is not finite"):
+    with pytest.raises(
+        DivergedError, match=f"the loss or the upload of client {NEW} is not finite"
+    ):
         join(trained_federation, far, join_plan=JoinPlan(epochs=20), engine="looped")
 
 

@@ -11,6 +11,7 @@ from glocal.core import trees
 from glocal.core.optimizers import SGD
 from glocal.core.split import Split
 from glocal.core.task import classification
+from glocal.core.training import Work
 from glocal.datasets.federated import FederatedData
 from glocal.federate import rounds
 from glocal.federate.rounds import (
@@ -214,3 +215,12 @@ def same_bits(left, right, num_clients=NUM_CLIENTS):
         pairs.append((left.private[0].of(client), right.private[0].of(client)))
         pairs.append((left.profiles[0].of(client), right.profiles[0].of(client)))
     return all(trees.same_bits(*pair) for pair in pairs)
+
+
+def work_of(train, client, *, batch=5, epochs=1, key=7, round_index=0):
+    """The work of one client of some training data, its rows in their order."""
+    rows = torch.from_numpy(train.rows[client])
+    missing = -len(rows) % batch
+    order = torch.cat([rows, rows.new_full((missing,), -1)]).reshape(1, -1, batch)
+    address = torch.tensor(key), torch.tensor(round_index)
+    return Work.of(train.examples, order.expand(epochs, -1, -1), *address)

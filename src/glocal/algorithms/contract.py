@@ -159,7 +159,8 @@ class Algorithm(_FrozenDataclass):
                 "a glocal.Task was expected, such as glocal.classification(model)"
             )
         object.__setattr__(self, "optimizer", as_optimizer(self.optimizer))
-        if not isinstance(self.aggregation, Aggregation):
+        is_class = isinstance(self.aggregation, type)  # which has the same attributes
+        if is_class or not isinstance(self.aggregation, Aggregation):
             raise InputError(
                 f"{self.name}: aggregation is {describe_value(self.aggregation)}; "
                 "one of glocal's was expected, such as glocal.Mean()"

@@ -14,7 +14,14 @@ from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.report import write_audit_report
 from glocal.report.audit_page import read_audit
-from glocal.report.audit_text import KNOWLEDGE, audit_headline, differences, with_interval
+from glocal.report.audit_text import (
+    KNOWLEDGE,
+    audit_headline,
+    differences,
+    metric_of,
+    with_interval,
+)
+from glocal.studies.metric_format import AUC
 from glocal.studies.run import read_results, slug
 from glocal.studies.saved_audit import AuditQuery, SavedAudit
 from glocal.studies.saved_experiment import open_experiment
@@ -91,18 +98,19 @@ def _print_leaks(report: Json) -> None:
 
 def _print_groups(report: Json) -> None:
     """One row per group; the rates of class 1 only where there are two classes."""
-    rates = {"accuracy": "accuracy %"}
+    metric, rates = metric_of(report), {}
     if report["classes"] == 2:
-        rates |= {
+        rates = {
             "selection_rate": "selected %",
             "true_positive_rate": "true pos. %",
             "false_positive_rate": "false pos. %",
         }
     body = []
     for row in report["groups"]:
-        percentages = [_percent(row[rate]) for rate in rates]
-        body.append([report["values"][row["group"]], f"{row['people']:,}", *percentages])
-    _print([report["attribute"], "people", *rates.values()], body)
+        name, people = report["values"][row["group"]], f"{row['people']:,}"
+        figures = [metric.number(row["figure"]), *(AUC.number(row[rate]) for rate in rates)]
+        body.append([name, people, *figures])
+    _print([report["attribute"], "people", metric.label, *rates.values()], body)
 
 
 def _print(heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:
@@ -113,7 +121,3 @@ def _print(heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:
         table.add_row(*map(escape, row))
     print()
     Console().print(table, highlight=False)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"

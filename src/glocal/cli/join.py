@@ -1,23 +1,24 @@
-"""A new client in the terminal: the accuracy of every method as it is measured, then a page."""
+"""A new client in the terminal: the figure of every method as it is measured, then a page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from glocal.cli.progress import download_bars
-from glocal.cli.tables import format_bytes, format_percent
+from glocal.cli.tables import format_bytes
 from glocal.core.errors import InputError
 from glocal.core.files import Json, lock_folder
-from glocal.federate.outputs import num_classes
 from glocal.personalize.onboarding import JoinPlan, require_joinable
 from glocal.report import write_join_report
-from glocal.report.join_page import read_join
+from glocal.report.join_page import metric_of, read_join
 from glocal.studies.join_trial import JoinTrial, JoinTrialSettings
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.new_client import read_new_client
 from glocal.studies.run import slug
 from glocal.studies.saved_experiment import open_experiment
@@ -62,9 +63,8 @@ def join_client(
     join_plan = replace(join_plan, existing_clients=existing_clients)
     if join_plan.rounds:
         require_joinable(federation.algorithm, [federation.state], join_plan, federation.clients)
-    classes = num_classes(federation.task, saved.federation.train.examples.x)
-    like = saved.federation.train.examples.x[:1].cpu()
-    new_client = read_new_client(source, like=like, classes=classes, seed=plan.seed)
+    like = saved.federation.train.examples.take(np.zeros(1, dtype=np.int64))
+    new_client = read_new_client(source, task=federation.task, like=like, seed=plan.seed)
     trial = JoinTrial(saved, new_client, JoinTrialSettings(label_counts, join_plan=join_plan))
     with reserve_folder(output_folder, "join"):
         rows = _measure(trial)
@@ -81,7 +81,8 @@ def join_client(
 
 def show_join(folder: Path) -> None:
     """Print the results of a new client, and write its page."""
-    _print(read_join(folder / "join.json")["rows"])
+    trial = read_join(folder / "join.json")
+    _print(trial["rows"], metric_of(trial))
     print(f"report: {write_join_report(folder)}")
 
 
@@ -119,6 +120,7 @@ def parse_label_counts(text: str) -> tuple[int | None, ...]:
 def _measure(trial: JoinTrial) -> list[Json]:
     """All rows; the status line shows the latest while the next is measured."""
     rows: list[Json] = []
+    metric = MetricFormat.of(trial.trained_federation.task.metric)
     console = Console(stderr=True)
     for labels in trial.missing_label_counts():
         console.print(
@@ -129,21 +131,20 @@ def _measure(trial: JoinTrial) -> list[Json]:
     with console.status("the ensemble") as status:
         for row in trial.rows():
             rows.append(row)
-            status.update(
-                f"{row['method']} with {row['labels']} labels: {format_percent(row['accuracy'])}"
-            )
+            figure = f"{metric.name} {metric.text(row['figure'], 2)}"
+            status.update(f"{row['method']} with {row['labels']} labels: {figure}")
     return rows
 
 
-def _print(rows: list[Json]) -> None:
+def _print(rows: list[Json], metric: MetricFormat) -> None:
     table = Table("method", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("labels", "accuracy", "sent"):
+    for heading in ("labels", metric.name, "sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             escape(row["method"]),
             str(row["labels"]),
-            format_percent(row["accuracy"]),
+            metric.text(row["figure"], 2),
             format_bytes(row["bytes"]),
         )
     Console().print(table)

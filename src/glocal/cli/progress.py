@@ -15,8 +15,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from glocal.cli.tables import format_bytes, format_percent, format_score
+from glocal.cli.tables import format_bytes
 from glocal.studies import StudyEvent
+from glocal.studies.metric_format import MetricFormat, new_test_of
 from glocal.studies.study_parts import PartEvent
 
 
@@ -47,8 +48,10 @@ def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], No
             bars.update(task, completed=step.rounds, now=_final_metrics(step))
             return
         record = step.records[0]
-        if record.score is not None:
-            latest[step.experiment] = f"validation {format_score(record)}  "
+        if record.score is not None and record.criterion is not None:
+            metric = MetricFormat.of(record.criterion)
+            score = f"validation {metric.name} {metric.text(record.score, 2)}"
+            latest[step.experiment] = f"{score}  "
         loss = "no clients" if record.loss is None else f"loss {record.loss:.3f}"
         sent = format_bytes(record.ledger.total.bytes)
         now = f"{loss}  {latest.get(step.experiment, '')}{sent}"
@@ -79,10 +82,10 @@ def part_step_callback(bars: Progress) -> Callable[[PartEvent], None]:
 
 def _final_metrics(step: StudyEvent) -> str:
     first = step.results[0]
-    new = first["new_test"]["logits"] if first["new_test"] else None
-    return (
-        f"Local Test {format_percent(first['local_test']['mean'])}  New Test {format_percent(new)}"
-    )
+    metric = MetricFormat.of_result(first)
+    local, new = first["local_test"]["mean"], new_test_of(first)
+    tests = f"Local Test {metric.text(local, 2)}  New Test {metric.text(new, 2)}"
+    return f"{metric.name}: {tests}"
 
 
 @contextmanager

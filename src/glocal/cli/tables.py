@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from statistics import fmean, stdev
+from statistics import fmean
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from glocal.core.files import Json
-from glocal.federate.metrics_table import describe_value_of
-from glocal.federate.records import RoundRecord
-from glocal.studies.findings import Findings
+from glocal.studies.findings import OF_THE_METRIC, Findings
+from glocal.studies.metric_format import AUC, MetricFormat, new_test_of
 from glocal.studies.study import PublishedRow, Score, Study
 
 _MIN_WIDTH = 500
@@ -19,51 +18,46 @@ _MIN_WIDTH = 500
 
 def print_table(results: dict[str, list[Json]]) -> None:
     """One row per experiment: means over seeds, with standard deviations if there are several."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("experiment", no_wrap=True)
-    for heading in (
-        "Local\nTest %",
-        "worst\ntenth %",
-        "New\nTest %",
-        "sent",
-        "paper's\ncount",
-        "never\nsampled",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    metric = _metric_of(results)
+    table = _make_table(
+        "experiment",
+        right=(
+            f"Local Test\n{metric.label}",
+            "worst\ntenth",
+            "New\nTest",
+            "sent",
+            "paper's\ncount",
+            "never\nsampled",
+        ),
+    )
     for name, seeds in results.items():
         local = [result["local_test"]["mean"] for result in seeds]
         worst = [result["local_test"]["worst_tenth"] for result in seeds]
-        new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
+        new = [new_test_of(result) for result in seeds]
         sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
         paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
         never = max(result["never_sampled"] for result in seeds)
         counted = f"{paper:.1e}".replace("e+", "e") if paper else "0"
-        figures = (
-            *map(format_mean_std, (local, worst, new)),
-            format_bytes(sent),
-            counted,
-            str(never),
-        )
-        table.add_row(escape(name), *figures)
+        figures = [format_mean_std(column, metric) for column in (local, worst, new)]
+        table.add_row(escape(name), *figures, format_bytes(sent), counted, str(never))
     Console().print(table)
 
 
 def print_groups(results: dict[str, list[Json]]) -> None:
-    """Each group's accuracy by experiment: after its first round, best and last; and forgetting."""
+    """Each group's metric by experiment: after its first round, best and last; and forgetting."""
     experiments = {name: seeds for name, seeds in results.items() if seeds[0].get("subgroups")}
     if not experiments:
         return
-    table = _make_table(
-        "experiment",
-        "group",
-        right=("after its\nfirst round %", "best %", "last %", "forgetting\nin points"),
-    )
+    metric = _metric_of(experiments)
+    points = "\nin points" if metric.is_fraction else ""
+    first = f"{metric.label}\nafter its first round"
+    table = _make_table("experiment", "group", right=(first, "best", "last", f"forgetting{points}"))
     for experiment, seeds in experiments.items():
         for group in seeds[0]["subgroups"]:
             rows = [result["subgroups"][group] for result in seeds if result["subgroups"][group]]
             cells = []
             for column in ("first", "best", "last", "forgetting"):
-                cells.append(format_mean_std([row[column] for row in rows]))
+                cells.append(format_mean_std([row[column] for row in rows], metric))
             table.add_row(escape(experiment), escape(group), *cells)
     print()
     _print_unwrapped(table)
@@ -71,44 +65,38 @@ def print_groups(results: dict[str, list[Json]]) -> None:
 
 def print_new_clients(results: dict[str, list[Json]]) -> None:
     """One row per experiment that a new client joined; nothing without one."""
-    table = _make_table(
-        "experiment",
-        right=("normal %,\nbefore", "\nafter", "new %,\nbefore", "\nafter", "sent"),
-    )
+    if not any("new_client" in seeds[0] for seeds in results.values()):
+        return
+    metric = _metric_of(results)
+    heads = (f"normal: {metric.label}\nbefore", "\nafter", "new\nbefore", "\nafter", "sent")
+    table = _make_table("experiment", right=heads)
     for name, seeds in results.items():
         if "new_client" not in seeds[0]:
             continue
         trials = [result["new_client"] for result in seeds]
-        new_tests = [result["new_test"] or {} for result in seeds]
         columns = [
-            [each.get("logits") for each in new_tests],
+            [new_test_of(result) for result in seeds],
             [trial["normal"] for trial in trials],
             [trial["rotated_before"] for trial in trials],
             [trial["rotated"] for trial in trials],
         ]
         sent = fmean(trial["ledger"]["total"]["bytes"] for trial in trials)
-        table.add_row(escape(name), *map(format_mean_std, columns), format_bytes(sent))
-    if table.row_count:
-        Console().print(table)
+        figures = [format_mean_std(column, metric) for column in columns]
+        table.add_row(escape(name), *figures, format_bytes(sent))
+    Console().print(table)
 
 
-def format_mean_std(values: Sequence[float | None], digits: int = 1) -> str:
+def _metric_of(results: dict[str, list[Json]]) -> MetricFormat:
+    """The metric of all experiments."""
+    for seeds in results.values():
+        return MetricFormat.of_result(seeds[0])
+    return MetricFormat("metric")
+
+
+def format_mean_std(values: Sequence[float | None], metric: MetricFormat, digits: int = 1) -> str:
     """Mean and standard deviation over seeds; one seed with two decimals."""
     known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return f"{100 * known[0]:.2f}" if known else "-"
-    return f"{100 * fmean(known):.{digits}f} ± {100 * stdev(known):.{digits}f}"
-
-
-def format_score(record: RoundRecord) -> str:
-    """The validation score of a round."""
-    assert record.criterion is not None
-    return describe_value_of(record.criterion, record.score)
-
-
-def format_percent(value: float | None) -> str:
-    """A fraction in percent."""
-    return "-" if value is None else f"{100 * value:.2f} %"
+    return metric.mean_std(known, digits if len(known) > 1 else 2) if known else "-"
 
 
 def format_bytes(size: float) -> str:
@@ -191,26 +179,23 @@ def print_findings(findings: Findings) -> None:
         for name, experiment in experiments
     }
     published = _published_measures(study, known.values())
+    formats = {
+        measure: findings.metric if measure in OF_THE_METRIC else AUC for measure in study.measures
+    }
     heads = []
     for measure, words in study.measures.items():
-        heads += [
-            f"{words.removesuffix(' Test')} %",
-            *(("paper", "difference") if measure in published else ()),
-        ]
+        unit = " %" if formats[measure].is_fraction else ""
+        heads.append(f"{words.removesuffix(' Test')}{unit}")
+        heads += ("paper", "difference") if measure in published else ()
     table = _make_table("part", "experiment", right=heads)
     for (name, experiment), figures in experiments.items():
         row, cells = known[name, experiment], []
         scores = row.by_measure(study.measures) if row else {}
         for measure in study.measures:
-            ours = figures.get(measure, [])
-            cells += [
-                format_mean_std(ours, 2),
-                *(
-                    _compare_with_published(ours, scores.get(measure))
-                    if measure in published
-                    else ()
-                ),
-            ]
+            ours, form = figures.get(measure, []), formats[measure]
+            cells.append(format_mean_std(ours, form, 2))
+            if measure in published:
+                cells += _compare_with_published(ours, scores.get(measure), form)
         table.add_row(name, escape(experiment), *cells)
     _print_unwrapped(table)
     for claim, lead, word in findings.verdicts():
@@ -239,10 +224,12 @@ def _published_measures(study: Study, rows: Iterable[PublishedRow | None]) -> li
 
 
 def _compare_with_published(
-    values: Sequence[float | None], published: Score | None
+    values: Sequence[float | None], published: Score | None, metric: MetricFormat
 ) -> tuple[str, str]:
-    """The published score, and the difference of our mean from it, in points."""
+    """The published score, and the difference of our mean from it; in points for fractions."""
     if published is None:
         return "", ""
     known = [value for value in values if value is not None]
-    return str(published), f"{100 * fmean(known) - published.mean:+.2f}" if known else ""
+    if not known:
+        return str(published), ""
+    return str(published), f"{metric.scale * fmean(known) - published.mean:+.2f}"

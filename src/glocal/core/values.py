@@ -40,8 +40,10 @@ def take_rows(values: Values, rows: Any) -> Values:
 
 
 def concatenate_rows(parts: Sequence[Values]) -> Values:
-    """The examples of all parts, which have one structure."""
+    """The examples of all parts, which have one structure; a single part is not copied."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
     if isinstance(first, dict):

@@ -16,8 +16,8 @@ from glocal.datasets.partitions import (
 )
 from glocal.datasets.sources import (
     fetch_source,
-    load_dataset,
     load_any,
+    load_dataset,
     load_texts,
     source_status,
     verify_source,
@@ -37,8 +37,8 @@ __all__ = [
     "dirichlet",
     "fetch_source",
     "iid",
-    "load_dataset",
     "load_any",
+    "load_dataset",
     "load_texts",
     "natural",
     "partition_texts",

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate, hold_out
 from glocal.core.errors import InputError, describe_value
+from glocal.core.hold_out import hold_out_share
 from glocal.core.sampling import make_rng
 from glocal.core.values import Values, describe_form, tensors_of
 from glocal.datasets.dataset import Dataset
 from glocal.datasets.partitions import Partitioner, class_labels
 from glocal.datasets.readers import (
     Collate,
+    Reading,
     TorchDataset,
     read_dataframe,
     read_datasets,
@@ -25,6 +27,7 @@ from glocal.datasets.readers import (
 )
 
 ClientArrays = Sequence[Arrays] | Mapping[str, Arrays]
+_MEMORY = 4 * 10**9  # bytes of one data set
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,18 @@ class FederatedData:
         *,
         clients: npt.ArrayLike | None = None,
         collate: Collate | None = None,
+        memory: int = _MEMORY,
         test: float | ClientArrays = 0.2,
         validation: float | ClientArrays = 0.1,
         seed: int = 0,
     ) -> "FederatedData":
         """From torch's data sets: one per client, or a single one and the client of each example.
 
-        Every item is read once into tensors. `collate` makes (x, y) of a list of items, where they
-        do not stack by themselves.
+        Every item is read once into tensors. Data sets that take more than `memory` bytes are read
+        into a file in the cache instead. `collate` makes (x, y) of a list of items, where they do
+        not stack by themselves.
         """
-        data = read_datasets(datasets, clients, collate)
+        data = read_datasets(datasets, clients, Reading(collate, memory))
         return train_val_test_split(data, test=test, validation=validation, seed=seed)
 
     @classmethod
@@ -183,7 +188,10 @@ def train_val_test_split(
     validation: float | ClientArrays,
     seed: int,
 ) -> FederatedData:
-    """The data with a test and a validation part of every client: given, or held out."""
+    """The data with a test and a validation part of every client: given, or held out.
+
+    What is held out has the same share of every class, where targets are classes.
+    """
     rest, test_data = _take_part(data, test, seed, "test")
     train, val = _take_part(rest, validation, seed, "validation")
     return FederatedData(train, val, test_data)
@@ -240,7 +248,28 @@ def _take_part(
             f"data: {purpose} is {describe_value(part)}; "
             "a share from 0 to below 1, or data for every client, was expected"
         )
-    return _hold_out_share(data, float(part), seed, purpose)
+    return held_out(data, float(part), seed=seed, purpose=purpose)
+
+
+def held_out(
+    data: ClientData, share: float, *, seed: int, purpose: str, first_client: int = 0
+) -> tuple[ClientData, ClientData]:
+    """The rest of every client's examples, and what is held out, by class where there are any.
+
+    The clients are numbered from `first_client`: a real client's own data give the same parts.
+    """
+    y = data.examples.y
+    has_classes = isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point()
+    classes = y.cpu().numpy() if has_classes and data.examples.has_targets else None
+    rest, held = hold_out_share(
+        data.rows,
+        share,
+        seed=seed,
+        purpose=purpose,
+        classes=classes,
+        first_client=first_client,
+    )
+    return replace(data, rows=rest), replace(data, rows=held)
 
 
 def _require_same_clients(given: ClientData, data: ClientData, purpose: str) -> None:

@@ -1,21 +1,25 @@
 """Clients' data as people have them: torch's data sets, a pandas table, a folder of files."""
 
 import csv
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate
+from glocal.core.data import Arrays, ClientData, Rows, concatenate
 from glocal.core.errors import InputError, describe_error, describe_value
+from glocal.core.paths import cache_folder
+from glocal.core.values import Values
 
 Column = npt.NDArray[np.generic]
 Item = Any  # what a data set of torch's gives for one example
-Collate = Callable[[list[Item]], tuple[Tensor, Tensor]]
+Collate = Callable[[list[Item]], tuple[Values, Values]]
 _NUM_READ_TWICE = 4  # items that are compared between two reads
 _SUFFIXES = (".csv", ".parquet", ".npz")
 _INDEX = "__index_level_"  # how the columns begin in which pandas saves the index of a table
@@ -31,27 +35,37 @@ class TorchDataset(Protocol):
         """One example."""
 
 
+class Reading(NamedTuple):
+    """How items become arrays: by a function of all, or stacked within so many bytes of memory."""
+
+    collate: Collate | None
+    memory: int
+
+
 def read_datasets(
     datasets: Sequence[TorchDataset] | Mapping[str, TorchDataset] | TorchDataset,
     clients: npt.ArrayLike | None,
-    collate: Collate | None,
+    reading: Reading,
 ) -> ClientData:
     """All items as tensors: a data set per client, or one and the client of each example."""
     if clients is not None:
-        x, y = _read_dataset(datasets, "the data set", collate)
-        return _group_by_client(x, y, clients)
-    if isinstance(datasets, Mapping):
-        named: dict[str, Arrays] = {}
-        for name, dataset in datasets.items():
-            named[name] = _read_dataset(dataset, f"client '{name}'", collate)
-        return concatenate(named)
-    if isinstance(datasets, list | tuple):
-        numbered = enumerate(datasets)
-        return concatenate([_read_dataset(each, f"client {n}", collate) for n, each in numbered])
-    raise InputError(
-        f"data: a {type(datasets).__name__} was given without clients=; give one data set per "
-        "client in a list or dict, or clients= with the client of each example"
-    )
+        labelled = {"the data set": datasets}
+        names: tuple[str, ...] = ()
+    elif isinstance(datasets, Mapping):
+        labelled = {f"client '{name}'": each for name, each in datasets.items()}
+        names = tuple(datasets)
+    elif isinstance(datasets, list | tuple):
+        labelled = {f"client {number}": each for number, each in enumerate(datasets)}
+        names = ()
+    else:
+        raise InputError(
+            f"data: a {type(datasets).__name__} was given without clients=; give one data set per "
+            "client in a list or dict, or clients= with the client of each example"
+        )
+    if not labelled:
+        raise InputError("data: no clients given; give one data set per client")
+    data = _read_all(labelled, reading)
+    return replace(data, names=names) if clients is None else _group_by_client(data, clients)
 
 
 def _require_dataset(value: object, label: str) -> TorchDataset:
@@ -66,27 +80,133 @@ def _require_dataset(value: object, label: str) -> TorchDataset:
     )
 
 
-def _read_dataset(given: object, label: str, collate: Collate | None) -> tuple[Tensor, Tensor]:
-    """x and y of all items."""
-    dataset = _require_dataset(given, label)
-    count = len(dataset)
-    if not count:
-        raise InputError(f"data: {label} has no examples; drop it")
-    items = [_read_item(dataset, index, label) for index in range(count)]
-    arrays = _stack(items, label) if collate is None else collate(items)
+def _read_all(labelled: Mapping[str, object], reading: Reading) -> ClientData:
+    """The items of all data sets in one store, data set by data set."""
+    datasets = {label: _require_dataset(each, label) for label, each in labelled.items()}
+    for label, dataset in datasets.items():
+        if not len(dataset):
+            raise InputError(f"data: {label} has no examples; drop it")
+    if reading.collate is not None:
+        parts = [_collate(each, label, reading.collate) for label, each in datasets.items()]
+        return concatenate(parts)
+    counts = [len(dataset) for dataset in datasets.values()]
+    (label, first), *_ = datasets.items()
+    columns = _Columns(_read_item(first, 0, label), sum(counts), label, reading.memory)
+    start = 0
+    for label, dataset in datasets.items():
+        columns.label, columns.start = label, start
+        for index in range(len(dataset)):
+            columns.put(index, _read_item(dataset, index, label))
+        twice = range(min(len(dataset), _NUM_READ_TWICE))
+        columns.require_same([_read_item(dataset, index, label) for index in twice])
+        start += len(dataset)
+    whole = concatenate([columns.values()])
+    rows = np.split(whole.rows[0], np.cumsum(counts)[:-1])
+    return ClientData(whole.examples, tuple(rows))
+
+
+def _collate(dataset: TorchDataset, label: str, collate: Collate) -> tuple[Values, Values]:
+    """x and y of all items, by a function of the user's."""
+    items = [_read_item(dataset, index, label) for index in range(len(dataset))]
+    arrays = collate(items)
     _require_same_again(dataset, items[:_NUM_READ_TWICE], label)
     return arrays
 
 
-def _require_same_again(dataset: TorchDataset, items: list[Item], label: str) -> None:
-    """Refuse a data set with random transforms: its items are read once and stay as they are."""
-    for index, item in enumerate(items):
-        first, again = _as_arrays(item), _as_arrays(_read_item(dataset, index, label))
-        if len(first) != len(again) or not all(map(np.array_equal, first, again)):
+class _Columns:
+    """Arrays for all items of a data set, of which each has the form of the first one.
+
+    Larger ones than `memory` bytes together are in a file in the cache, of which the system keeps
+    in memory what is used. The file has no name: it is gone when the arrays are.
+    """
+
+    def __init__(self, first: Item, count: int, label: str, memory: int) -> None:
+        self.label, self.start = label, 0  # of the data set that is being read
+        leaves, self.form = tree_flatten(self._pair(first, 0))
+        examples = [self._array(leaf, 0) for leaf in leaves]
+        size = count * sum(array.nbytes for array in examples)
+        make = _mapped_array if size > memory else np.empty
+        self.columns = [make((count, *array.shape), array.dtype) for array in examples]
+
+    def put(self, index: int, item: Item) -> None:
+        """Write an item to its place."""
+        for column, array in zip(self.columns, self._arrays(item, index), strict=True):
+            if array.shape != column.shape[1:]:
+                raise InputError(
+                    f"data: the first example has the shape {column.shape[1:]}, and example "
+                    f"{index} of {self.label} {array.shape}; make them equal, or give collate="
+                )
+            column[self.start + index] = array
+
+    def require_same(self, items: Sequence[Item]) -> None:
+        """Refuse a data set with random transforms: its items are read once, and then stay."""
+        for index, item in enumerate(items):
+            for column, array in zip(self.columns, self._arrays(item, index), strict=True):
+                if not np.array_equal(column[self.start + index], array):
+                    raise _differs(index, self.label)
+
+    def values(self) -> tuple[Values, Values]:
+        """x and y of all items."""
+        tensors = [torch.from_numpy(column) for column in self.columns]
+        x, y = tree_unflatten(tensors, self.form)
+        return x, y
+
+    def _arrays(self, item: Item, index: int) -> list[Column]:
+        leaves, form = tree_flatten(self._pair(item, index))
+        if form != self.form:
             raise InputError(
-                f"data: example {index} of {label} differs between two reads; "
-                "give the data set without its random transform, and glocal.with_augmentation"
+                f"data: example {index} of {self.label} has another structure than the first one; "
+                "make them equal, or give collate="
             )
+        return [self._array(leaf, index) for leaf in leaves]
+
+    def _pair(self, item: Item, index: int) -> tuple[Any, Any]:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise InputError(
+                f"data: example {index} of {self.label} is {describe_value(item)}; "
+                "(x, y) was expected, or give collate="
+            )
+        return item[0], item[1]
+
+    def _array(self, part: Any, index: int) -> Column:
+        array = np.asarray(part)
+        if array.dtype.kind not in "biuf":
+            raise InputError(
+                f"data: example {index} of {self.label} holds a value of type "
+                f"{type(part).__name__}; numbers or arrays of numbers were expected, or give "
+                "collate="
+            )
+        return array
+
+
+def _mapped_array(shape: tuple[int, ...], dtype: Any) -> Column:
+    """An array in a file without a name, in the cache folder."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return np.memmap(file, dtype=dtype, mode="w+", shape=shape)
+    except OSError as error:
+        raise InputError(
+            f"data: {folder} cannot hold the examples ({error.strerror}); free some space, set "
+            "GLOCAL_CACHE to another folder, or raise memory="
+        ) from error
+
+
+def _require_same_again(dataset: TorchDataset, items: list[Item], label: str) -> None:
+    """The same for items that `collate` takes."""
+    for index, item in enumerate(items):
+        first, again = tree_leaves(item), tree_leaves(_read_item(dataset, index, label))
+        pairs = zip(map(np.asarray, first), map(np.asarray, again), strict=False)
+        if len(first) != len(again) or not all(np.array_equal(*pair) for pair in pairs):
+            raise _differs(index, label)
+
+
+def _differs(index: int, label: str) -> InputError:
+    return InputError(
+        f"data: example {index} of {label} differs between two reads; give the data set without "
+        "its random transform, and Task(augment=...)"
+    )
 
 
 def _read_item(dataset: TorchDataset, index: int, label: str) -> Item:
@@ -98,61 +218,19 @@ def _read_item(dataset: TorchDataset, index: int, label: str) -> Item:
         ) from error
 
 
-def _as_arrays(item: Item) -> list[Column]:
-    parts = item if isinstance(item, tuple | list) else (item,)
-    return [np.asarray(part) for part in parts]
-
-
-def _stack(items: list[Item], label: str) -> tuple[Tensor, Tensor]:
-    """x and y of items that are pairs of equal shapes."""
-    inputs, targets = [], []
-    for index, item in enumerate(items):
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise InputError(
-                f"data: example {index} of {label} is {describe_value(item)}; "
-                "(x, y) was expected, or give collate="
-            )
-        inputs.append(_as_tensor(item[0], index, label))
-        targets.append(_as_tensor(item[1], index, label))
-    return _stack_column(inputs, label), _stack_column(targets, label)
-
-
-def _stack_column(parts: list[Tensor], label: str) -> Tensor:
-    first = tuple(parts[0].shape)
-    for index, part in enumerate(parts):
-        if tuple(part.shape) != first:
-            raise InputError(
-                f"data: in {label} example 0 has the shape {first} and example {index} "
-                f"{tuple(part.shape)}; make them equal, or give collate="
-            )
-    return torch.stack(parts)
-
-
-def _as_tensor(part: Any, index: int, label: str) -> Tensor:
-    try:
-        return torch.as_tensor(np.asarray(part))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"data: example {index} of {label} holds a value of type {type(part).__name__}; "
-            "numbers or arrays of numbers were expected, or give collate="
-        ) from error
-
-
-def _group_by_client(x: Tensor, y: Tensor, clients: npt.ArrayLike) -> ClientData:
+def _group_by_client(data: ClientData, clients: npt.ArrayLike) -> ClientData:
     """One store, with the rows of each client; clients come in the order of their names."""
-    ids = np.asarray(clients)
-    if ids.shape != (len(y),):
+    ids, count = np.asarray(clients), data.examples.num_rows
+    if ids.shape != (count,):
         raise InputError(
             f"data: clients= has the shape {ids.shape}; "
-            f"one client for each of the {len(y)} examples was expected"
+            f"one client for each of the {count} examples was expected"
         )
     names, owners = np.unique(ids, return_inverse=True)
     order = np.argsort(owners, kind="stable").astype(np.int64)
     starts = np.cumsum(np.bincount(owners, minlength=len(names)))[:-1]
     rows: list[Rows] = np.split(order, starts)
-    whole = concatenate([(x, y)])
-    store: Examples = whole.examples
-    return ClientData(store, tuple(rows), tuple(map(str, names)))
+    return ClientData(data.examples, tuple(rows), tuple(map(str, names)))
 
 
 def read_dataframe(frame: Any, client: str, target: str) -> ClientData:
@@ -167,7 +245,7 @@ def read_dataframe(frame: Any, client: str, target: str) -> ClientData:
     if frame[client].isna().any():
         raise InputError(f"data: the column '{client}' has rows without a client; drop them")
     x = _input_matrix(columns, "the table")
-    return _group_by_client(torch.from_numpy(x), torch.from_numpy(y), owners.astype(str))
+    return _group_by_client(concatenate([(x, y)]), owners.astype(str))
 
 
 def _columns_of(frame: Any) -> dict[str, Column]:

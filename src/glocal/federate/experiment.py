@@ -27,7 +27,7 @@ from glocal.core.trees import Params
 from glocal.core.values import tensors_of
 from glocal.datasets.federated import FederatedData
 from glocal.federate.options import Evaluation
-from glocal.wire import Codec, Identity, Ledger, pack
+from glocal.wire import Codec, Identity, Ledger, pack, require_codec
 
 _SAMPLED_ROWS = 500  # of a store's inputs, in its hash
 
@@ -131,6 +131,7 @@ class Experiment:
     def __post_init__(self) -> None:
         _require_groups(self)
         _require_phases(self)
+        require_codec(self.uplink)
         if not self.seeds or len({*self.seeds}) != len(self.seeds):
             raise InputError(
                 f"experiment: the seeds are {list(self.seeds)}; one or more, each once, expected"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from glocal.core import trees
+from glocal.core.errors import InputError
 from glocal.core.files import Json, lock_folder, read_rows, write_json
 from glocal.core.metric import Metric
 from glocal.core.spec import Spec, spec_of
@@ -291,9 +292,10 @@ class Run:
                 yield records
                 if self.stop_reason:
                     return
-        finally:
-            if self.checkpoint and saved < self.progress.done and not self._is_over:
+        except (KeyboardInterrupt, GeneratorExit, InputError):
+            if self.checkpoint and saved < self.progress.done:
                 self.checkpoint.save(self.progress)
+            raise
 
     @property
     def _is_over(self) -> bool:

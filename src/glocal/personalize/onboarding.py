@@ -18,17 +18,17 @@ from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
 from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError, suggest_name
-from glocal.core.losses import per_example_cross_entropy
 from glocal.core.modules import state_dict
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
 from glocal.core.store import GroupState, PerClient
 from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.core.values import concatenate_rows
-from glocal.engines import ClientTask, EngineConfig, Executor
-from glocal.evaluate import Evaluator, ensemble_classes, ensemble_figure
-from glocal.federate.outputs import example_output, num_classes
+from glocal.engines import ClientTask, EngineConfig
+from glocal.evaluate import Evaluator, ensemble_figure
+from glocal.evaluate.new_test import ensemble_outputs
 from glocal.federate.group_result import GroupResult
+from glocal.federate.outputs import example_output, ignored_target
 from glocal.federate.result import Result
 from glocal.federate.rounds import (
     GroupClients,
@@ -151,11 +151,12 @@ def join(
 def _require_inputs_and_labels(trained_federation: TrainedFederation, train: Examples) -> None:
     """Refuse inputs that the network cannot take, and labels that it has no output for."""
     task, labels = trained_federation.task, train.y
-    if task.per_example is not per_example_cross_entropy:
-        example_output(task, train.x)
+    output, ignored = example_output(task, train.x), ignored_target(task)
+    if ignored is None or (labels.is_floating_point() and labels.shape[1:] == output.shape[1:]):
         return
-    classes = num_classes(task, train.x)
-    if labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):
+    classes = output.shape[1]
+    wrong = ((labels < 0) | (labels >= classes)) & (labels != ignored)
+    if labels.is_floating_point() or bool(wrong.any()):
         raise InputError(
             f"join: labels from 0 to {classes - 1} were expected; "
             f"the client has {labels.min()} to {labels.max()}"
@@ -368,8 +369,18 @@ def select_ensemble(
         raise InputError(
             f"join: '{by}' needs a sample of the client's inputs; give some, or use 'everyone'"
         )
+    _require_classes(by, trained_federation.task, sample)
     order = torch.argsort(score(_probabilities(trained_federation, trained, sample)), stable=True)
     return sorted(trained[place] for place in order[:count].tolist())
+
+
+def _require_classes(by: str, task: Task, sample: Tensor) -> None:
+    output = example_output(task, sample)
+    if output.dim() != 2 or output.shape[1] < 2:
+        raise InputError(
+            f"join: '{by}' compares probabilities of classes, and the outputs for one example are "
+            f"{tuple(output.shape)}; use 'everyone'"
+        )
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
@@ -425,14 +436,25 @@ def new_client_figure(
 def new_client_ensemble_classes(
     trained_federation: TrainedFederation, members: Sequence[int], inputs: Tensor
 ) -> list[int]:
-    """Classes of a new client's inputs (rows, ...), by the members' averaged logits."""
-    unknown = Examples(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
-    client_data = ClientData(unknown, (np.arange(len(inputs), dtype=np.int64),))
-    evaluation = Evaluator(trained_federation.algorithm)
-    models = _models_of(trained_federation, members)
-    classes: list[int] = ensemble_classes(evaluation, models, client_data).tolist()
-    evaluation.close()
+    """Classes of a new client's inputs (rows, ...), by the members' averaged outputs."""
+    outputs = new_client_ensemble_outputs(trained_federation, members, inputs)
+    classes: list[int] = outputs.argmax(-1).tolist()
     return classes
+
+
+@torch.no_grad()
+def new_client_ensemble_outputs(
+    trained_federation: TrainedFederation, members: Sequence[int], inputs: Tensor
+) -> Tensor:
+    """The members' averaged outputs for a new client's inputs (rows, ...)."""
+    without_targets = Examples(inputs, inputs)
+    client_data = ClientData(without_targets, (np.arange(len(inputs), dtype=np.int64),))
+    evaluation = Evaluator(trained_federation.algorithm)
+    state = trained_federation.state
+    models = _models_of(trained_federation, members) or [(state.shared, state.private.initial)]
+    outputs = ensemble_outputs(evaluation, models, client_data).mean
+    evaluation.close()
+    return outputs
 
 
 def _figure(
@@ -456,8 +478,8 @@ def sample_labeled(train: Examples, labels: int | None, *, seed: int) -> Example
         return train
     if not 0 <= labels <= train.num_rows:
         raise InputError(
-            f"join: {labels} labelled examples were asked for, but the client has {train.num_rows}; "
-            "ask for fewer"
+            f"join: {labels} labelled examples were asked for, but the client has "
+            f"{train.num_rows}; ask for fewer"
         )
     order = make_rng(seed, "labels").permutation(train.num_rows)
     return train.take(np.sort(order[:labels]))

@@ -18,6 +18,7 @@ from glocal.report.audit_text import (
     audit_summary,
     best_leak,
     differences,
+    metric_of,
     with_interval,
 )
 from glocal.report.drawing import (
@@ -32,6 +33,7 @@ from glocal.report.formatting import PERCENT, pluralize
 from glocal.report.page import section, write_page
 from glocal.report.styles import COLOURS, MARKERS, LineStyle, legend, line_sample
 from glocal.report.tables import boxed_table, scrolling
+from glocal.studies.metric_format import AUC
 
 _OPEN = 20  # with more clients, the table is folded
 _RATES = {
@@ -148,17 +150,14 @@ def _leak_table(report: Json) -> str:
 
 
 def _groups(report: Json) -> str:
-    rates = ["accuracy", *(_RATES if report["classes"] == 2 else {})]
-    heads = [
-        escape(report["attribute"]),
-        "people",
-        *({"accuracy": "accuracy, %", **_RATES}[rate] for rate in rates),
-    ]
+    rates, metric = _RATES if report["classes"] == 2 else {}, metric_of(report)
+    heads = [escape(report["attribute"]), "people", metric.label, *rates.values()]
     body = [
         [
             escape(report["values"][row["group"]]),
             f"{row['people']:,}",
-            *(_percent(row[rate]) for rate in rates),
+            metric.number(row["figure"]),
+            *(AUC.number(row[rate]) for rate in rates),
         ]
         for row in report["groups"]
     ]
@@ -172,19 +171,19 @@ def _groups(report: Json) -> str:
 
 def _clients(report: Json) -> str:
     """A row for every client, folded away where they are many."""
-    differ = _DIFFERENCES if report["classes"] == 2 else {}
+    differ, metric = _DIFFERENCES if report["classes"] == 2 else {}, metric_of(report)
     heads = [
         "client",
         *(escape(f"{report['attribute']} = {value}") for value in report["values"]),
-        "accuracy, %",
+        metric.label,
         *differ.values(),
         "best attacker: AUC, %",
     ]
-    body = [
-        [str(row["client"]), *(f"{people:,}" for people in row["people"])]
-        + [_percent(row[key]) for key in ("accuracy", *differ, "leak")]
-        for row in report["clients"]
-    ]
+    body: list[list[str]] = []
+    for row in report["clients"]:
+        people = [f"{count:,}" for count in row["people"]]
+        rates = [AUC.number(row[key]) for key in (*differ, "leak")]
+        body.append([str(row["client"]), *people, metric.number(row["figure"]), *rates])
     summary = f"<summary>{pluralize(len(body), 'client')}</summary>"
     opening = "<details open>" if len(body) <= _OPEN else "<details>"
     folded = f"{opening}{summary}\n{_table(heads, body, 'Clients')}</details>"
@@ -210,7 +209,3 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]], label: str) -> s
 
 def _note(words: str) -> str:
     return f'<p class="note">{escape(words)}</p>'
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{PERCENT * value:.1f}"

@@ -2,6 +2,7 @@
 
 from glocal.core.files import Json
 from glocal.report.formatting import PERCENT, pluralize
+from glocal.studies.metric_format import MetricFormat
 
 CHANCE_AUC = 50.0  # percent: the AUC of a random guess
 KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
@@ -18,6 +19,11 @@ CLIENTS_NOTE = (
     "With few people all values vary widely, and the best of three attackers exceeds 50 by "
     "chance. A dash: the client lacks one of the groups, or one of the classes within a group."
 )
+
+
+def metric_of(report: Json) -> MetricFormat:
+    """The metric of the audited task."""
+    return MetricFormat(**report["metric"])
 
 
 def best_leak(report: Json) -> Json:
@@ -97,11 +103,9 @@ def differences(report: Json) -> list[tuple[str, str]]:
     ]
 
 
-def _too_many(classes: int) -> str:
-    return (
-        f"The data have {classes} classes. Demographic parity and equalised odds are defined for "
-        "two classes only."
-    )
+def _too_many(classes: int | None) -> str:
+    there = "The targets are no classes" if classes is None else f"The data have {classes} classes"
+    return f"{there}. Demographic parity and equalised odds are defined for two classes only."
 
 
 def _parity_words(report: Json) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from html import escape
 
 from glocal.core.files import Json
-from glocal.report.formatting import mean_std_percent
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table, grouped_head
+from glocal.studies.metric_format import AUC
 
 AUDITS_NOTE = (
     "All values are areas under the ROC curve (AUC); 50 is guessing. Prediction: each client’s own "
@@ -48,4 +48,4 @@ def _cells(results: Sequence[Json]) -> list[str]:
         leaks = [audit["attributes"][place] for audit in audits]
         columns += [[each[view] for each in leaks] for view in ("joint", "own", "pooled", "strong")]
     known = [[value for value in column if value is not None] for column in columns]
-    return [mean_std_percent(column) if column else "–" for column in known]
+    return [AUC.mean_std(column) for column in known]

@@ -8,7 +8,7 @@ from glocal.core import trees
 from glocal.core.files import Json
 from glocal.core.modules import params_of
 from glocal.studies.build import build_split, default_model, named_split
-from glocal.studies.findings import Findings
+from glocal.studies.findings import OF_THE_METRIC, Findings
 from glocal.studies.run import resolve
 from glocal.studies.study import (
     MEASURES,
@@ -94,6 +94,11 @@ class ComparisonTable(NamedTuple):
     rows: Mapping[str, Mapping[str, Row]]
     note: str = ""
     reference_protocol: str = "paper"
+    is_fraction: bool = True
+
+    def unit(self, measure: str) -> str:
+        """What a head says after the words of a measure."""
+        return ", %" if self.is_fraction or measure not in OF_THE_METRIC else ""
 
     @property
     def counts(self) -> bool:
@@ -123,7 +128,7 @@ class SweepPoint(NamedTuple):
 
 
 def score(values: Sequence[float]) -> Score | None:
-    """Percentages over seeds; None without any.
+    """Figures over seeds, fractions in percent; None without any.
 
     >>> print(score([98.0, 99.0]))
     98.50 ± 0.71
@@ -171,7 +176,8 @@ def tables_of(findings: Findings) -> list[ComparisonTable]:
             behind = f", {part.control}" if part.control else ""
             rows = [row._replace(name=f"{row.name}{behind}") for row in rows_of(findings, name)]
             columns.setdefault(part.title, {}).setdefault(part.protocol, []).extend(rows)
-    return [side_by_side(title, findings.study, of) for title, of in columns.items()]
+    tables = [side_by_side(title, findings.study, of) for title, of in columns.items()]
+    return [table._replace(is_fraction=findings.metric.is_fraction) for table in tables]
 
 
 def all_tables(findings: Findings) -> list[ComparisonTable]:

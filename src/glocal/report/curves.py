@@ -18,9 +18,10 @@ from matplotlib.ticker import (
 
 from glocal.core.files import Json
 from glocal.report.drawing import Drawing, new_axes, plot_mean_and_range
-from glocal.report.formatting import PERCENT, pluralize, size, unit_of
+from glocal.report.formatting import pluralize, size, unit_of
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.styles import MARKERS, legend, line_sample
+from glocal.studies.metric_format import MetricFormat
 
 
 class Curve(NamedTuple):
@@ -32,44 +33,42 @@ class Curve(NamedTuple):
 
 
 def draw_validation(run: RunData) -> Drawing | None:
-    """Validation accuracy by round."""
+    """The metric on validation data by round."""
     curves = _curves(run, "validation", _round_up)
     if not curves:
         return None
-    figure, axes = _panel_by_round("validation accuracy, %")
+    metric = run.criterion
+    figure, axes = _panel_by_round(f"validation {metric.label}")
     for curve in curves:
-        _plot_curve(axes, curve, scale=PERCENT)
+        _plot_curve(axes, curve, scale=metric.scale)
     caption = (
-        "The accuracy of the clients’ own models on their own validation data, as the mean over "
-        f"clients, every {pluralize(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
+        f"The {metric.name} of the clients’ own models on their own validation data, as the mean "
+        f"over clients, every {pluralize(run.settings.run.validate_every, 'round')}. "
+        f"{_direction(metric)}{_over_seeds(run)}"
     )
-    return Drawing(
-        figure, "Validation accuracy by round", caption, _legend(curve.record for curve in curves)
-    )
+    key = _legend(curve.record for curve in curves)
+    return Drawing(figure, f"Validation {metric.name} by round", caption, key)
 
 
-def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
-    """Validation accuracy by bytes sent; an experiment that sends nothing is a level line."""
+def draw_validation_by_bytes(run: RunData) -> Drawing | None:
+    """The metric on validation data by bytes sent; what sends nothing is a level line."""
     curves = _curves(run, "validation", _bytes_so_far)
     sending = [curve for curve in curves if any(curve.places)]
     silent = [curve for curve in curves if not any(curve.places)]
     if not sending:
         return None
-    figure, axes = new_axes()
+    metric, (figure, axes) = run.criterion, new_axes()
     for curve in sending:
-        _plot_curve(axes, curve, scale=PERCENT)
+        _plot_curve(axes, curve, scale=metric.scale)
     ends = _scale_bytes(axes, [place for curve in sending for place in curve.places if place])
     for curve in silent:
         _plot_curve(
             axes,
             curve._replace(places=list(np.linspace(*ends, 9)), values=[curve.values[-1]] * 9),
-            scale=PERCENT,
+            scale=metric.scale,
         )
-    axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
-    caption = (
-        "The cost of accuracy: the same values against all bytes sent until then, evaluation "
-        "included."
-    )
+    axes.set(xlabel="sent so far", ylabel=f"validation {metric.label}", xlim=ends)
+    caption = "The same values against all bytes sent until then, evaluation included."
     if any(curve.record.experiment.start_from for curve in sending):
         caption += " An experiment that starts from another begins with the bytes of that one."
     if silent:
@@ -78,9 +77,8 @@ def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
             "value."
         )
     key = _legend(curve.record for curve in curves)
-    return Drawing(
-        figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key
-    )
+    title = f"Validation {metric.name} by bytes sent"
+    return Drawing(figure, title, f"{caption} {_over_seeds(run)}", key)
 
 
 def draw_loss(run: RunData) -> Drawing | None:
@@ -188,6 +186,10 @@ def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
 
 def _legend(records: Iterable[ExperimentRecord]) -> str:
     return legend((line_sample(record.line_style), record.name) for record in records)
+
+
+def _direction(metric: MetricFormat) -> str:
+    return "" if metric.higher_is_better else "Lower is better. "
 
 
 def _over_seeds(run: RunData) -> str:

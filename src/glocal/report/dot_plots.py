@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from glocal.report.drawing import BACKGROUND, Drawing, new_axes
-from glocal.report.formatting import PERCENT, unit_of
+from glocal.report.formatting import unit_of
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.styles import COLOURS, BarStyle, LineStyle, bar_sample, legend, line_sample
 
@@ -26,18 +26,20 @@ _PURPOSES = {
 
 def draw_tests(run: RunData) -> Drawing | None:
     """Local Test and New Test side by side."""
+    metric, address = run.metric, ("metrics", run.metric.name, "new_test")
     records = [
         record
         for record in run.records
-        if record.measured("local_test", "mean") or record.measured("new_test", "logits")
+        if record.measured("local_test", "mean") or record.measured(*address)
     ]
     if not records:
         return None
     figure, axes = _new_dot_plot(records)
     for place, record in enumerate(records):
-        _dot(axes, place - 0.12, record.measured("local_test", "mean"), _LOCAL)
-        _dot(axes, place + 0.12, record.measured("new_test", "logits"), _NEW)
-    axes.set(xlabel="accuracy, %")
+        local_tests, new_tests = record.measured("local_test", "mean"), record.measured(*address)
+        _dot(axes, place - 0.12, [metric.scale * value for value in local_tests], _LOCAL)
+        _dot(axes, place + 0.12, [metric.scale * value for value in new_tests], _NEW)
+    axes.set(xlabel=metric.label)
     seeds = run.settings.plan.seeds
     bars = (
         f" Marks are means over {seeds} seeds, bars reach one standard deviation to either side."
@@ -45,28 +47,29 @@ def draw_tests(run: RunData) -> Drawing | None:
         else ""
     )
     caption = (
-        "Accuracy for existing clients and for unseen ones. Local Test is each client’s own model "
-        "on its own test data; New Test is "
-        f"the ensemble of all trained clients (averaged logits) on everyone’s test data.{bars}"
+        f"{metric.name.capitalize()} for existing clients and for unseen ones. Local Test is each "
+        "client’s own model on its own test data; New Test is the ensemble of all trained clients "
+        f"on everyone’s test data.{bars}"
     )
     key = legend([(line_sample(_LOCAL), "Local Test"), (line_sample(_NEW), "New Test")])
     return Drawing(figure, "Local Test and New Test", caption, key)
 
 
-def draw_client_accuracy(run: RunData) -> Drawing | None:
+def draw_clients(run: RunData) -> Drawing | None:
     """Every client of the first seed as a point, over a box of the middle half."""
-    records = [record for record in run.records if record.results and _accuracies(record)]
+    records = [record for record in run.records if record.results and _by_client(record)]
     if not records:
         return None
-    figure, axes = _new_dot_plot(records)
+    metric, (figure, axes) = run.metric, _new_dot_plot(records)
     for place, record in enumerate(records):
-        _box(axes, place, np.array(_accuracies(record)), record.line_style)
+        values = metric.scale * np.array(_by_client(record))
+        _box(axes, place, values, record.line_style)
     axes.use_sticky_edges = False  # else points at 100 % are cut in half
-    axes.set(xlabel="Local Test of one client, %")
+    axes.set(xlabel=f"Local Test of one client: {metric.label}")
     caption = (
-        f"One point for each client of seed {records[0].results[0]['seed']}: the accuracy of its "
-        "own model on its own test data. The box holds the middle half of the clients; the line in "
-        "it is the median."
+        f"One point for each client of seed {records[0].results[0]['seed']}: the {metric.name} of "
+        "its own model on its own test data. The box holds the middle half of the clients; the "
+        "line in it is the median."
     )
     return Drawing(figure, "Local Test over clients", caption)
 
@@ -125,20 +128,17 @@ def _dot(axes: Axes, place: float, values: Sequence[float], line_style: LineStyl
     """The mean over seeds, with its standard deviation."""
     if not values:
         return
-    middle = PERCENT * fmean(values)
-    error = PERCENT * stdev(values) if len(values) > 1 else 0.0
+    middle = fmean(values)
+    error = stdev(values) if len(values) > 1 else 0.0
     axes.plot(
         [middle - error, middle + error], [place, place], color=line_style.colour, linewidth=1.6
     )
     axes.plot(middle, place, color=line_style.colour, marker=line_style.marker, markersize=7.5)
 
 
-def _accuracies(record: ExperimentRecord) -> list[float]:
-    return [
-        PERCENT * client["local_test"]
-        for client in record.results[0]["clients"]
-        if client["local_test"] is not None
-    ]
+def _by_client(record: ExperimentRecord) -> list[float]:
+    figures = [client["local_test"] for client in record.results[0]["clients"]]
+    return [figure for figure in figures if figure is not None]
 
 
 def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], line_style: LineStyle) -> None:

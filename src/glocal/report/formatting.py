@@ -1,7 +1,7 @@
 """Numbers, sizes and durations as readable text."""
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 PERCENT = 100.0
 BILLION = 1e9
@@ -15,16 +15,6 @@ def pluralize(count: int, thing: str) -> str:
     """
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{count:,} {thing if count == 1 else plural}"
-
-
-def mean_std_percent(values: Sequence[float]) -> str:
-    """Mean and sample standard deviation.
-
-    >>> mean_std_percent([0.5, 0.75])
-    '62.5 ± 17.7'
-    """
-    spread = f" ± {PERCENT * stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{PERCENT * fmean(values):.1f}{spread}"
 
 
 def mean_size(values: Sequence[float]) -> str:

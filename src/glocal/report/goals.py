@@ -1,4 +1,4 @@
-"""The cost at which each row of a part reaches the goal: a table, and accuracy by round."""
+"""The cost at which each row of a part reaches the goal: a table, and the metric by round."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from glocal.studies.goal_cost import (
     mean_over_seeds,
     without_seed,
 )
+from glocal.studies.metric_format import MetricFormat
 
 GOAL_HEADS = (
     "Method",
@@ -25,7 +26,7 @@ GOAL_HEADS = (
     "Of those of the goal’s row",
     "With one seed left out",
     "On the wire",
-    "Highest",
+    "Best",
     "In the end",
 )
 _FEWEST = 3  # seeds, of which one can be left out
@@ -35,7 +36,7 @@ _STYLES = (
     *map(nth_line_style, range(2, 7)),
 )
 _MARKS = 12  # on a line
-_BELOW = 1.5  # points below the goal, where the lower panel begins
+_BELOW = 0.015  # of a fraction or of the goal itself: how far before it the lower panel begins
 
 
 class GoalRow(NamedTuple):
@@ -43,36 +44,33 @@ class GoalRow(NamedTuple):
 
     `share` is relative to the parameters of the row that sets the goal. `shares` are those with
     each seed left out, goal and costs computed again; infinite if the row never reaches it.
-    `highest` and `end` are validation accuracies, means over seeds.
+    `best` and `end` are figures on validation data, means over seeds, as texts.
     """
 
     row: str
     way: GoalCost | None
     share: float
-    highest: float
-    end: float
+    best: str
+    end: str
     shares: tuple[float, ...] = ()
 
 
 def goal_text(findings: Findings, part: str) -> str:
     """What the goal is."""
-    aim, row = goal(findings, part), findings.study.parts[part].goal
+    aim, row, metric = goal(findings, part), findings.study.parts[part].goal, findings.metric
     return (
-        f"The goal is {PERCENT * aim:.1f} % on validation data: the best mean over seeds that "
+        f"The goal is {metric.text(aim)} on validation data: the best mean over seeds that "
         f"{row} reaches. Parameters are by the paper’s count, until a row’s mean over seeds "
         "reaches the goal. With one seed left out: the smallest and the largest value when each "
-        "seed in turn is left out, with a new goal each time. Highest and in the end: the mean "
-        "validation accuracy over seeds, in the best round and in the last."
+        "seed in turn is left out, with a new goal each time. Best and in the end: the mean "
+        f"validation {metric.name} over seeds, in the best round and in the last."
     )
 
 
 def goal(findings: Findings, part: str) -> float:
-    """The goal of a part, a share; 0 where its row was not measured."""
-    return goal_accuracy(
-        (findings.experiment(part, findings.study.parts[part].goal) or {}).get(
-            "validation_curve", []
-        )
-    )
+    """The goal of a part, a figure; 0 where its row was not measured."""
+    experiment = findings.experiment(part, findings.study.parts[part].goal) or {}
+    return goal_accuracy(experiment.get("validation_curve", []), findings.metric)
 
 
 def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
@@ -90,11 +88,12 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
     if of.goal not in sending:
         return []
     seeds = sorted({point["seed"] for point in sending[of.goal]})
-    ways = _ways(sending, of.goal)
-    fewer = [
-        _ways({row: without_seed(curve, seed) for row, curve in sending.items()}, of.goal)
-        for seed in seeds
-    ]
+    metric = findings.metric
+    ways = _ways(sending, of.goal, metric)
+    fewer: list[dict[str, tuple[GoalCost | None, float]]] = []
+    for seed in seeds:
+        others = {row: without_seed(curve, seed) for row, curve in sending.items()}
+        fewer.append(_ways(others, of.goal, metric))
     without_each_seed = fewer if len(seeds) >= _FEWEST else []
     heights = {
         row: [point["validation"] for point in mean_over_seeds(curve)]
@@ -104,8 +103,8 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
         GoalRow(
             row,
             *ways[row],
-            max(heights[row]),
-            heights[row][-1],
+            metric.text(metric.best(heights[row]), 2),
+            metric.text(heights[row][-1], 2),
             tuple(other[row][1] for other in without_each_seed),
         )
         for row in sending
@@ -113,11 +112,11 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
 
 
 def _ways(
-    curves: Mapping[str, Sequence[Json]], by: str
+    curves: Mapping[str, Sequence[Json]], by: str, metric: MetricFormat
 ) -> dict[str, tuple[GoalCost | None, float]]:
     """The cost of each row to reach the best of one of them, and its relative parameters."""
-    aim = goal_accuracy(curves[by])
-    cells = {row: goal_cost(curve, aim) for row, curve in curves.items()}
+    aim = goal_accuracy(curves[by], metric)
+    cells = {row: goal_cost(curve, aim, metric) for row, curve in curves.items()}
     first = cells[by]
     return {
         row: (way, way.parameters / first.parameters if way and first else math.inf)
@@ -127,10 +126,7 @@ def _ways(
 
 def goal_cells(row_cost: GoalRow) -> tuple[str, ...]:
     """A row of the table."""
-    spread, heights = (
-        _spread(row_cost.shares),
-        [f"{PERCENT * height:.2f} %" for height in (row_cost.highest, row_cost.end)],
-    )
+    spread, heights = _spread(row_cost.shares), (row_cost.best, row_cost.end)
     if row_cost.way is None:
         return row_cost.row, "never", "-", "-", spread, "-", *heights
     sent = f"{row_cost.way.parameters:.2e}".replace("e+", "e")
@@ -157,7 +153,7 @@ def _percent(share: float) -> str:
 
 
 def draw_goal(findings: Findings) -> Drawing | None:
-    """Accuracy by round of every row that sends anything and, near the goal, by what it has sent.
+    """The metric by round of every row that sends anything and, near the goal, by what it has sent.
 
     Of the last part with a goal and published numbers, or without these.
     """
@@ -167,7 +163,8 @@ def draw_goal(findings: Findings) -> Drawing | None:
     part = max(
         parts, key=lambda name: (bool(findings.study.parts[name].published), parts.index(name))
     )
-    about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
+    about, metric = findings.study.parts[part], findings.metric
+    aim = metric.scale * goal(findings, part)
     styles = dict(
         zip((row_cost.row for row_cost in ways_to_goal(findings, part)), _STYLES, strict=False)
     )
@@ -178,12 +175,12 @@ def draw_goal(findings: Findings) -> Drawing | None:
         curve = mean_over_seeds((findings.experiment(part, row) or {})["validation_curve"])
         common = 0 if row == about.goal else sum(point in first for point in curve)
         own = curve[max(common - 1, 0) :]
-        accuracies = [[PERCENT * point["validation"]] for point in own]
+        figures = [[metric.scale * point["validation"]] for point in own]
         every = max(1, len(own) // _MARKS)
         plot_mean_and_range(
             whole,
             [point["round"] for point in own],
-            accuracies,
+            figures,
             line_style,
             label=row,
             markevery=every,
@@ -191,7 +188,7 @@ def draw_goal(findings: Findings) -> Drawing | None:
         plot_mean_and_range(
             near,
             [point["parameters"] / BILLION for point in own],
-            accuracies,
+            figures,
             line_style,
             markevery=every,
         )
@@ -200,23 +197,29 @@ def draw_goal(findings: Findings) -> Drawing | None:
         (near, "parameters sent by the paper’s count, billions"),
     ):
         axes.axhline(aim, color=COLOURS[7], linestyle=":", linewidth=1.4)
-        axes.set(xlabel=xlabel, ylabel="validation accuracy, %")
-    low, high = aim - _BELOW, max(accuracy for line in near.lines for accuracy in line.get_ydata())
-    near.set_ylim(low, high + 0.1 * (high - low))
-    near.set_xlim(
-        left=min(point["parameters"] for point in first if PERCENT * point["validation"] >= low)
-        / BILLION
-    )
+        axes.set(xlabel=xlabel, ylabel=f"validation {metric.label}")
+    start = aim - metric.scale * _BELOW
+    if not metric.is_fraction:
+        start = aim - _BELOW * abs(aim) if metric.higher_is_better else aim + _BELOW * abs(aim)
+    end = metric.best(figure for line in near.lines for figure in line.get_ydata())
+    end += 0.1 * (end - start)
+    near.set_ylim(min(start, end), max(start, end))
+    reached = [
+        point["parameters"]
+        for point in first
+        if not metric.is_better(start, metric.scale * point["validation"])
+    ]
+    near.set_xlim(left=min(reached) / BILLION)
     caption = (
-        f"Accuracy on validation data, {about.title}, protocol `{about.protocol}`: above by round, "
-        "as in the paper’s figure, below "
+        f"{metric.name.capitalize()} on validation data, {about.title}, protocol "
+        f"`{about.protocol}`: above by round, as in the paper’s figure, below "
         "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on "
         "from FedAvg begin where they "
         "leave it. A line is the mean over seeds."
     )
     return Drawing(
         figure,
-        "Accuracy by round",
+        f"{metric.name.capitalize()} by round",
         caption,
         legend((line_sample(line_style), row) for row, line_style in styles.items()),
     )

@@ -1,4 +1,4 @@
-"""Clients that joined, left and drifted: each group's accuracy by round, and forgetting."""
+"""Clients that joined, left and drifted: each group's metric by round, and forgetting."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -12,11 +12,11 @@ from matplotlib.ticker import MaxNLocator
 from glocal.evaluate.forgetting import Forgetting, MetricHistory
 from glocal.federate.phases import subgroup_history
 from glocal.report.drawing import FOREGROUND, Drawing, new_axes
-from glocal.report.formatting import PERCENT, mean_std_percent
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
 from glocal.studies.groups import drift_start
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.settings import GroupSettings
 
 _FIRST_GROUP_STYLE = 4  # colours of groups begin where those of a few experiments end
@@ -41,8 +41,9 @@ def draw_groups(run: RunData) -> list[Drawing]:
 
 
 def groups_table(run: RunData) -> str:
-    """One row per experiment and group: accuracy after its first round, best, last; forgetting."""
-    heads = ("after the first round, %", "best, %", "last, %", "forgetting, points")
+    """One row per experiment and group: the metric at first, at best and at last; forgetting."""
+    label = run.metric.label
+    heads = [f"{label}: after the first round", "best", "last", f"forgetting{_points(run)}"]
     words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Experiment", "Group"))
     columns = "".join(f'<th scope="col">{name}</th>' for name in heads)
     rows = (
@@ -53,18 +54,24 @@ def groups_table(run: RunData) -> str:
     return boxed_table(f"<tr>{words}{columns}</tr>", rows, "Groups by experiment")
 
 
-GROUPS_NOTE = (
-    "Mean over a group’s clients of the accuracy of their own models on their own current test "
-    "data. After the first round: the first evaluation of a group, one round after it joined. "
-    "Forgetting: the best earlier accuracy minus the last one, in points; below 0 a group is still "
-    "improving. A group that left is tested as if it came back: the current shared part with the "
-    "private part of each client when it left. “Best” is a maximum over many evaluations, so "
-    "forgetting of about a point is noise."
-)
+def groups_note(run: RunData) -> str:
+    """What the columns mean."""
+    return (
+        f"Mean over a group’s clients of the {run.metric.name} of their own models on their own "
+        "current test data. After the first round: the first evaluation of a group, one round "
+        "after it joined. Forgetting: how much worse the last evaluation is than the best earlier "
+        f"one{_points(run)}; below 0 a group is still improving. A group that left is tested as if "
+        "it came back: the current shared part with the private part of each client when it left. "
+        "“Best” is the best of many evaluations, so a little forgetting is noise."
+    )
+
+
+def _points(run: RunData) -> str:
+    return ", points" if run.metric.is_fraction else ""
 
 
 def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[MetricHistory]]:
-    """Each group's accuracies over the rounds, one history per seed, where it was evaluated."""
+    """Each group's figures over the rounds, one history per seed, where it was evaluated."""
     seeds = sorted({row["seed"] for row in record.rows})
     summaries = {
         name: [subgroup_history(record.rows, name, seed) for seed in seeds]
@@ -80,15 +87,27 @@ def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[Me
 def _row(
     run: RunData, record: ExperimentRecord, name: str, histories: Sequence[MetricHistory]
 ) -> str:
-    summaries = [summary for each in histories if (summary := each.summary())]
-    cells = "".join(f"<td>{cell}</td>" for cell in _cells(summaries))
+    summaries = [summary for each in histories if (summary := _summary(run.metric, each))]
+    cells = "".join(f"<td>{cell}</td>" for cell in _cells(run.metric, summaries))
     group = f'<td class="name">{line_sample(_line_style(run, name))}{escape(name)}</td>'
     return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{group}{cells}</tr>'
 
 
-def _cells(summaries: Sequence[Forgetting]) -> Iterable[str]:
+def _summary(metric: MetricFormat, history: MetricHistory) -> Forgetting | None:
+    """A group's summary; of a metric of which lower is better, that of its negative."""
+    if metric.higher_is_better:
+        return history.summary()
+    negated = history._replace(values=[-value for value in history.values])
+    summary = negated.summary()
+    if summary is None:
+        return None
+    return Forgetting(-summary.first, -summary.best, -summary.last, summary.forgetting)
+
+
+def _cells(metric: MetricFormat, summaries: Sequence[Forgetting]) -> Iterable[str]:
     for column in ("first", "best", "last", "forgetting"):
-        yield mean_std_percent([getattr(each, column) for each in summaries]).replace("-", "−")
+        values = [getattr(each, column) for each in summaries]
+        yield metric.mean_std(values).replace("-", "−")
 
 
 def _line_style(run: RunData, name: str) -> LineStyle:
@@ -103,7 +122,10 @@ def _drawing(
     last: int,
 ) -> Drawing:
     figure, axes = new_axes()
-    axes.set(xlabel="round", ylabel="Local Test, %", xlim=(0, last), ylim=(0, 102))
+    metric = run.metric
+    axes.set(xlabel="round", ylabel=f"Local Test: {metric.label}", xlim=(0, last))
+    if metric.is_fraction:
+        axes.set_ylim(0, 102)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _mark(
         axes,
@@ -111,15 +133,16 @@ def _drawing(
         last,
     )
     for name, seeds in histories.items():
-        _follow(axes, seeds, _line_style(run, name))
+        _follow(axes, seeds, _line_style(run, name), metric.scale)
     caption = (
-        f"Accuracy of each group’s own models on its own test data. {_ARRIVES} a group arrives, "
-        f"{_LEAVES} it leaves, {_DRIFTS} its images begin to rotate. The thin dotted line is the "
-        "accuracy that clients that left would have if they came back. "
+        f"{metric.name.capitalize()} of each group’s own models on its own test data. {_ARRIVES} a "
+        f"group arrives, {_LEAVES} it leaves, {_DRIFTS} its images begin to rotate. The thin "
+        f"dotted line is the {metric.name} that clients that left would have if they came back. "
         f"{_over_seeds(run)}"
     )
     key = legend((line_sample(_line_style(run, name)), name) for name in histories)
-    return Drawing(figure, f"{escape(record.name)}: accuracy by group", caption, key)
+    title = f"{escape(record.name)}: {metric.name} by group"
+    return Drawing(figure, title, caption, key)
 
 
 def _over_seeds(run: RunData) -> str:
@@ -162,14 +185,16 @@ def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
         )
 
 
-def _follow(axes: Axes, seeds: Sequence[MetricHistory], line_style: LineStyle) -> None:
+def _follow(
+    axes: Axes, seeds: Sequence[MetricHistory], line_style: LineStyle, scale: float
+) -> None:
     """A group's mean over seeds: with markers while it is there, dotted once it has left."""
     shortest = min(
         len(each.rounds) for each in seeds
     )  # a run that goes on may have looked at some seeds only
     rounds, present = seeds[0].rounds[:shortest], seeds[0].present[:shortest]
     means = [
-        PERCENT * fmean(summaries)
+        scale * fmean(summaries)
         for summaries in zip(*(each.values[:shortest] for each in seeds), strict=True)
     ]
     marked: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The page of a new client: its accuracy by method and by number of labels."""
+"""The page of a new client: its figures by method and by number of labels."""
 
 from collections.abc import Sequence
 from html import escape
@@ -16,13 +16,14 @@ from glocal.report.drawing import (
     figure_html,
     new_axes,
 )
-from glocal.report.formatting import PERCENT, pluralize, size
+from glocal.report.formatting import pluralize, size
 from glocal.report.page import section, write_page
 from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
+from glocal.studies.metric_format import ACCURACY, MetricFormat
 
 _DESCRIPTIONS = {
-    "everyone": "no training: averaged logits of every trained client’s model",
+    "everyone": "no training: averaged outputs of every trained client’s model",
     "confident": "no training: the clients whose models have the lowest entropy on its inputs",
     "nearest": "no training: the clients whose models are closest to the ensemble on its inputs",
     "local part": "its local part trained on its labels, the shared part frozen",
@@ -36,28 +37,33 @@ def read_join(path: Path) -> Json:
     return require_format(read_json(path, dict), path)
 
 
+def metric_of(trial: Json) -> MetricFormat:
+    """The metric that a trial's figures are of; before there were others, accuracy."""
+    return MetricFormat(**trial["metric"]) if "metric" in trial else ACCURACY
+
+
 def write_join_report(folder: Path) -> Path:
     """Write folder/report.html from folder/join.json."""
     trial = read_join(folder / "join.json")
-    rows = [row for row in trial["rows"] if row["accuracy"] is not None]
+    metric, rows = metric_of(trial), [row for row in trial["rows"] if row["figure"] is not None]
     with colour_theme(FOREGROUND, BACKGROUND):
-        drawn = (
-            figure_html(draw_labels(rows), "labels", kind="beside")
-            if rows
-            else "<p>There is no labelled test example, so nothing was measured.</p>"
-        )
+        drawn = "<p>There is no labelled test example, so nothing was measured.</p>"
+        if rows:
+            drawn = figure_html(draw_labels(rows, metric), "labels", kind="beside")
         sections = [
-            section("Accuracy by labelled examples", drawn),
-            section("All methods", _table(trial["rows"])),
+            section(f"{metric.name.capitalize()} by labelled examples", drawn),
+            section("All methods", _table(trial["rows"], metric)),
         ]
     return write_page(folder, title=trial["name"], summary=_summary(trial), sections=sections)
 
 
 def _summary(trial: Json) -> str:
     client = trial["new_client"]
-    classes = pluralize(len(client["classes"]), "class")
+    classes = ""
+    if client["classes"] is not None:
+        classes = f" of {pluralize(len(client['classes']), 'class')}"
     words = (
-        f"A new client with {pluralize(client['examples'], 'labelled example')} of {classes} joins "
+        f"A new client with {pluralize(client['examples'], 'labelled example')}{classes} joins "
         "the federation of "
         f"{pluralize(client['client'], 'client')} in {trial['run']} ({trial['experiment']}, seed "
         f"{trial['seed']}). "
@@ -67,28 +73,31 @@ def _summary(trial: Json) -> str:
     return f"<p>{escape(words)}</p>"
 
 
-def draw_labels(rows: Sequence[Json]) -> Drawing:
-    """Accuracy against labelled examples; a method that needs no label is a horizontal line."""
+def draw_labels(rows: Sequence[Json], metric: MetricFormat) -> Drawing:
+    """Figures against labelled examples; a method that needs no label is a horizontal line."""
     figure, axes = new_axes()
     ways = [way for way in _DESCRIPTIONS if any(row["method"] == way for row in rows)]
     most = max(row["labels"] for row in rows)
     for place, way in enumerate(ways):
         points = sorted(
-            (row["labels"], PERCENT * row["accuracy"]) for row in rows if row["method"] == way
+            (row["labels"], metric.scale * row["figure"]) for row in rows if row["method"] == way
         )
         _plot_curve(axes, points, nth_line_style(place), most, label=way)
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
-    axes.set(xlabel="labelled examples of the new client", ylabel="accuracy on its test data, %")
+    axes.set(
+        xlabel="labelled examples of the new client", ylabel=f"on its test data: {metric.label}"
+    )
     key = legend((line_sample(nth_line_style(place)), way) for place, way in enumerate(ways))
     caption = "Methods that need no labels are horizontal lines."
-    return Drawing(figure, "Accuracy of the new client", caption, key)
+    return Drawing(figure, f"{metric.name.capitalize()} of the new client", caption, key)
 
 
 def draw_join(path: Path, into: Path) -> Path:
     """The same from a join.json into a PNG file, with its legend."""
     trial = read_join(path)
     with colour_theme("#1c2126", "#ffffff"):
-        drawing = draw_labels([row for row in trial["rows"] if row["accuracy"] is not None])
+        rows = [row for row in trial["rows"] if row["figure"] is not None]
+        drawing = draw_labels(rows, metric_of(trial))
         drawing.figure.legend(
             loc="outside lower center", ncols=3, frameon=False, columnspacing=1.2, handlelength=2.6
         )
@@ -125,25 +134,21 @@ def _scale_labels(axes: Axes, numbers: Sequence[int]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.0f}"))
 
 
-def _table(rows: Sequence[Json]) -> str:
+def _table(rows: Sequence[Json], metric: MetricFormat) -> str:
     heads = "".join(
-        f'<th scope="col">{head}</th>' for head in ("labels", "accuracy", "sent for it")
+        f'<th scope="col">{head}</th>' for head in ("labels", metric.name, "sent for it")
     )
     head = (
         '<tr><th class="name" scope="col">way</th><th class="name" scope="col">what it '
         f"is</th>{heads}</tr>"
     )
-    return boxed_table(head, map(_row, rows), "Every way")
+    return boxed_table(head, (_row(row, metric) for row in rows), "Every way")
 
 
-def _row(row: Json) -> str:
+def _row(row: Json, metric: MetricFormat) -> str:
     words = (
         f'<th class="name" scope="row">{escape(row["method"])}</th><td '
         f'class="name">{_DESCRIPTIONS[row["method"]]}</td>'
     )
-    cells = (f"{row['labels']:,}", _percent(row["accuracy"]), size(row["bytes"]))
+    cells = (f"{row['labels']:,}", metric.text(row["figure"]), size(row["bytes"]))
     return f"<tr>{words}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
-def _percent(accuracy: float | None) -> str:
-    return "–" if accuracy is None else f"{PERCENT * accuracy:.1f} %"

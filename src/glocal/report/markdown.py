@@ -6,7 +6,6 @@ from glocal.report.comparison import ComparisonTable, all_tables, sweep_points
 from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
 from glocal.report.study_text import (
     CLAIM_HEADS,
-    SPLIT_HEADS,
     SPLITS_NOTE,
     TIME_HEADS,
     Entry,
@@ -24,6 +23,7 @@ from glocal.report.study_text import (
     entries,
     notes,
     split_cells,
+    split_heads,
     time_rows,
 )
 from glocal.studies.findings import Findings
@@ -99,7 +99,7 @@ def _sweeps(findings: Findings) -> list[str]:
     blocks = []
     for name, part in findings.study.parts.items():
         if splits := sweep_points(findings, name):
-            table = _table(SPLIT_HEADS, map(split_cells, splits))
+            table = _table(split_heads(findings), map(split_cells, splits))
             blocks += [
                 f"### How much to share, {part.title}, `{part.protocol}`",
                 SPLITS_NOTE,

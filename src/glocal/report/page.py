@@ -11,11 +11,11 @@ from glocal.core.files import write_text
 from glocal.datasets import SOURCES
 from glocal.report.audits import AUDITS_NOTE, audits_table
 from glocal.report.classes import draw_partition
-from glocal.report.curves import draw_accuracy_by_bytes, draw_loss, draw_validation
-from glocal.report.dot_plots import draw_bytes_by_purpose, draw_client_accuracy, draw_tests
+from glocal.report.curves import draw_loss, draw_validation, draw_validation_by_bytes
+from glocal.report.dot_plots import draw_bytes_by_purpose, draw_clients, draw_tests
 from glocal.report.drawing import BACKGROUND, FOREGROUND, colour_theme, figure_html
 from glocal.report.formatting import PERCENT, pluralize
-from glocal.report.groups import GROUPS_NOTE, draw_groups, groups_table
+from glocal.report.groups import draw_groups, groups_note, groups_table
 from glocal.report.new_clients import NEW_CLIENTS_NOTE, new_clients_table
 from glocal.report.run_data import ExperimentRecord, RunData, read_run
 from glocal.report.tables import client_table, results_note, results_table, scrolling
@@ -145,15 +145,15 @@ def _results(run: RunData) -> str:
 
 
 def _groups(run: RunData) -> str:
-    """The accuracy of groups that joined, left and drifted; nothing where there are none."""
+    """The metric of groups that joined, left and drifted; nothing where there are none."""
     if not (drawn := draw_groups(run)):
         return ""
     figures = figure_grid(
         figure_html(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1)
     )
-    table = (
-        f'<h3>Accuracy and forgetting</h3>\n{groups_table(run)}\n<p class="note">{GROUPS_NOTE}</p>'
-    )
+    note = f'<p class="note">{groups_note(run)}</p>'
+    title = f"<h3>{run.metric.name.capitalize()} and forgetting</h3>"
+    table = f"{title}\n{groups_table(run)}\n{note}"
     return section("Groups over time", f"{figures}\n{table}")
 
 
@@ -180,9 +180,9 @@ def _figures(run: RunData) -> str:
     """All figures that there are measurements for."""
     draws = (
         draw_validation,
-        draw_accuracy_by_bytes,
+        draw_validation_by_bytes,
         draw_tests,
-        draw_client_accuracy,
+        draw_clients,
         draw_loss,
         draw_bytes_by_purpose,
     )
@@ -206,11 +206,11 @@ def _clients(run: RunData) -> str:
             draw_partition(run.counts, run.settings.plan.seed), "classes", kind="beside"
         )
     )
-    tables = "\n".join(client_table(record) for record in run.records if record.results)
+    tables = "\n".join(client_table(each, run.metric) for each in run.records if each.results)
     columns = (
         "By experiment and client: the numbers of training, validation and test examples, the "
-        "number of rounds in which it took part, and the accuracy of its own model on its own "
-        "test data."
+        f"number of rounds in which it took part, and the {run.metric.name} of its own model on "
+        "its own test data."
     )
     note = f'<p class="note">{columns}</p>\n' if tables else ""
     return section("Clients", classes + note + tables) if classes or tables else ""

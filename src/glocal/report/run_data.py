@@ -10,6 +10,7 @@ import numpy as np
 from glocal.core.files import Json, read_json, read_rows
 from glocal.core.sampling import IntArray, Plan
 from glocal.report.styles import LineStyle, nth_line_style
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.run import experiment_folder, plans_of, read_results, read_settings
 from glocal.studies.settings import ExperimentSettings, Settings
 
@@ -45,11 +46,27 @@ class ExperimentRecord:
 
 @dataclass(frozen=True)
 class RunData:
-    """All data of a report; `counts` are the first seed's training examples (clients, classes)."""
+    """All data of a report.
+
+    `counts` are the first seed's training examples (clients, classes), where there are classes.
+    The first of `metrics` is the one that figures are about.
+    """
 
     settings: Settings
     records: list[ExperimentRecord]
     counts: IntArray | None
+    metrics: tuple[MetricFormat, ...]
+
+    @property
+    def metric(self) -> MetricFormat:
+        """The first metric."""
+        return self.metrics[0]
+
+    @property
+    def criterion(self) -> MetricFormat:
+        """The metric that rounds are selected by, of which rows have the validation figure."""
+        _, _, name = self.settings.run.select.partition(" ")
+        return next((each for each in self.metrics if each.name == name), self.metric)
 
     @property
     def clients(self) -> int:
@@ -76,28 +93,26 @@ class RunData:
 
 def read_run(folder: Path) -> RunData:
     """The settings and results of a run so far."""
-    settings, results, partition = (
-        read_settings(folder),
-        read_results(folder),
-        folder / "federation.json",
-    )
-    records = [
-        ExperimentRecord(
-            name,
-            experiment,
-            nth_line_style(place),
-            read_rows(experiment_folder(folder, name) / "rows.jsonl"),
-            results.get(name, []),
-        )
-        for place, (name, experiment) in enumerate(settings.experiments.items())
-    ]
-    return RunData(
-        settings,
-        records,
-        np.array(read_json(partition, dict)["train"], dtype=np.int64)
-        if partition.exists()
-        else None,
-    )
+    settings, results = read_settings(folder), read_results(folder)
+    records: list[ExperimentRecord] = []
+    for place, (name, experiment) in enumerate(settings.experiments.items()):
+        rows = read_rows(experiment_folder(folder, name) / "rows.jsonl")
+        style, own = nth_line_style(place), results.get(name, [])
+        records.append(ExperimentRecord(name, experiment, style, rows, own))
+    path = folder / "federation.json"
+    about: Json = read_json(path, dict) if path.exists() else {}
+    counts = np.array(about["train"], dtype=np.int64) if "train" in about else None
+    return RunData(settings, records, counts, _read_metrics(about, records))
+
+
+def _read_metrics(about: Json, records: Sequence[ExperimentRecord]) -> tuple[MetricFormat, ...]:
+    """The metrics of a run that has begun, or of its results."""
+    for record in records:
+        for result in record.results:
+            names = dict.fromkeys([result["metric"], *result["metrics"]])
+            return tuple(MetricFormat.of_result(result, name) for name in names)
+    known = tuple(MetricFormat(**metric) for metric in about.get("metrics", ()))
+    return known or (MetricFormat("metric"),)
 
 
 def _inside(data: Json, address: Sequence[str]) -> Any:

@@ -12,7 +12,6 @@ from glocal.report.page import figure_grid, section, write_page
 from glocal.report.study_figures import study_drawings
 from glocal.report.study_text import (
     CLAIM_HEADS,
-    SPLIT_HEADS,
     SPLITS_NOTE,
     TIME_HEADS,
     Entry,
@@ -30,6 +29,7 @@ from glocal.report.study_text import (
     entries,
     notes,
     split_cells,
+    split_heads,
     time_rows,
 )
 from glocal.report.tables import boxed_table, grouped_head, scrolling
@@ -148,7 +148,7 @@ def _sweeps(findings: Findings) -> str:
     for name, part in findings.study.parts.items():
         splits = sweep_points(findings, name)
         if splits:
-            table = _plain(SPLIT_HEADS, map(split_cells, splits), "Splits")
+            table = _plain(split_heads(findings), map(split_cells, splits), "Splits")
             tables.append(f"{_part_heading(part)}\n{table}")
     if not tables:
         return ""

@@ -24,7 +24,6 @@ from glocal.studies.study import MEASURES
 
 EMPTY_CELL = "–"
 TIME_HEADS = ("Part", "Seeds", "Time")
-SPLIT_HEADS = ("Shared", "Parameters shared", "Of the model", "Local Test, %", "New Test, %")
 SPLITS_NOTE = (
     "Every split starts from the same FedAvg model. The first layers are nearest the input, the "
     "last nearest the output. The number of shared parameters is counted on the study’s model."
@@ -164,7 +163,7 @@ def columns_of(table: ComparisonTable) -> list[Column]:
     """The columns after the method's name."""
     ours = [f"`{protocol}`" for protocol in table.protocols]
     scores = [
-        Column(f"{words}, %", head, f"{words.removesuffix(' Test')}, {head}")
+        Column(f"{words}{table.unit(measure)}", head, f"{words.removesuffix(' Test')}, {head}")
         for measure, words in table.measures.items()
         for head in (["published", *ours] if table.published(measure) else ours)
     ]
@@ -258,6 +257,12 @@ def disagreements(table: ComparisonTable) -> str:
             f"{'; '.join(differing)}."
         )
     return "By the paper’s count, every measured row sends as many parameters as the paper prints."
+
+
+def split_heads(findings: Findings) -> tuple[str, ...]:
+    """The heads of `split_cells`."""
+    tests = [f"{words}: {findings.metric.label}" for words in MEASURES.values()]
+    return ("Shared", "Parameters shared", "Of the model", *tests)
 
 
 def split_cells(split: SweepPoint) -> tuple[str, ...]:

@@ -1,21 +1,16 @@
 """The tables: all results by experiment, and each experiment's clients."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
 from glocal.core.files import Json
-from glocal.report.formatting import (
-    PERCENT,
-    mean_count,
-    mean_power_of_ten,
-    mean_size,
-    mean_std_percent,
-)
+from glocal.report.formatting import mean_count, mean_power_of_ten, mean_size
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.styles import line_sample
+from glocal.studies.metric_format import MetricFormat
 
 
 class Column(NamedTuple):
@@ -28,33 +23,40 @@ class Column(NamedTuple):
     best: Callable[[Sequence[float]], float]
 
 
-_COLUMNS = (
-    Column("Local Test, %", "mean", ("local_test", "mean"), mean_std_percent, max),
-    Column("Local Test, %", "worst tenth", ("local_test", "worst_tenth"), mean_std_percent, max),
-    *(
-        Column("New Test, %", way, ("new_test", way), mean_std_percent, max)
-        for way in ("logits", "votes", "weights")
-    ),
-    Column("Sent", "bytes", ("ledger", "total", "bytes"), mean_size, min),
-    Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), mean_power_of_ten, min),
-    Column("Clients", "never sampled", ("never_sampled",), mean_count, min),
-)
+_LOCAL_TEST = {"mean": "mean", "worst tenth": "worst_tenth"}
+_NEW_TEST = {"outputs": "logits", "votes": "votes", "weights": "weights"}
+
+
+def _columns(metric: MetricFormat) -> tuple[Column, ...]:
+    """The columns of the results; the best figure of a metric is by its direction."""
+    columns: list[Column] = []
+    for group, keys in (("local_test", _LOCAL_TEST), ("new_test", _NEW_TEST)):
+        title = f"{group.replace('_', ' ').title()}: {metric.label}"
+        for head, key in keys.items():
+            columns.append(Column(title, head, (group, key), metric.mean_std, metric.best))
+    return (
+        *columns,
+        Column("Sent", "bytes", ("ledger", "total", "bytes"), mean_size, min),
+        Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), mean_power_of_ten, min),
+        Column("Clients", "never sampled", ("never_sampled",), mean_count, min),
+    )
 
 
 def results_table(run: RunData) -> str:
     """One row per experiment; the best value of a column is bold."""
-    best = [_best(run, column) for column in _COLUMNS]
+    columns = _columns(run.metric)
+    best = {column: _best(run, column) for column in columns}
     rows = (_result_row(run, record, best) for record in run.records)
-    return boxed_table(_results_head(), rows, "Results by experiment")
+    heads = [(column.group, column.head) for column in columns]
+    return boxed_table(grouped_head(("Experiment", "Algorithm"), heads), rows, "Results")
 
 
 def results_note(run: RunData) -> str:
     """What the columns of the results mean."""
     seeds, select = run.settings.plan.seeds, run.settings.run.select
-    when = {
-        "last": "after its last round",
-        "best": "at the round that was best on validation data",
-    }.get(select, select)
+    when = "after its last round"
+    if select != "last":
+        when = f"at the round that was best on validation data, by {run.criterion.name}"
     spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
     those = " The tests cover the clients present at the end." if run.settings.groups else ""
     return (
@@ -62,7 +64,7 @@ def results_note(run: RunData) -> str:
         "client’s own model on its own test "
         "data: the mean over all clients, and over the worst tenth of them. New Test: the "
         "ensemble of all trained clients "
-        "on everyone’s test data, by averaged logits, majority vote or averaged weights. "
+        "on everyone’s test data, by averaged outputs, majority vote or averaged weights. "
         f"{spread}Sent: bytes on the "
         "wire, evaluation and a warm start included; the paper’s count is in parameters, as if "
         "every client received in every "
@@ -72,14 +74,13 @@ def results_note(run: RunData) -> str:
     )
 
 
-def client_table(record: ExperimentRecord) -> str:
+def client_table(record: ExperimentRecord, metric: MetricFormat) -> str:
     """The clients of an experiment's first seed, folded away."""
     result = record.results[0]
-    heads = ("Client", "Train", "Val", "Test", "Sampled", "Local Test, %")
+    heads = ("Client", "Train", "Val", "Test", "Sampled", f"Local Test: {metric.label}")
     head = "".join(f'<th scope="col">{words}</th>' for words in heads)
-    table = boxed_table(
-        f"<tr>{head}</tr>", map(_client_row, result["clients"]), f"Clients of {record.name}"
-    )
+    rows = (_client_row(client, metric) for client in result["clients"])
+    table = boxed_table(f"<tr>{head}</tr>", rows, f"Clients of {record.name}")
     summary = (
         f'{line_sample(record.line_style)}{escape(record.name)} <span class="note">seed '
         f"{result['seed']}</span>"
@@ -111,12 +112,6 @@ def grouped_head(names: Iterable[str], columns: Sequence[tuple[str, str]]) -> st
     return f"<tr>{words}{upper}</tr>\n<tr>{lower}</tr>"
 
 
-def _results_head() -> str:
-    return grouped_head(
-        ("Experiment", "Algorithm"), [(column.group, column.head) for column in _COLUMNS]
-    )
-
-
 def _best(run: RunData, column: Column) -> str | None:
     """The best value as it is written; None where there is nothing to compare."""
     means = [
@@ -126,7 +121,7 @@ def _best(run: RunData, column: Column) -> str | None:
     return column.write([column.best(means)]) if len(written) > 1 else None
 
 
-def _result_row(run: RunData, record: ExperimentRecord, best: Sequence[str | None]) -> str:
+def _result_row(run: RunData, record: ExperimentRecord, best: Mapping[Column, str | None]) -> str:
     experiment, name = record.experiment, escape(record.name)
     start_from = (
         f'<span class="small">after {escape(experiment.start_from)}, round '
@@ -141,7 +136,7 @@ def _result_row(run: RunData, record: ExperimentRecord, best: Sequence[str | Non
         f'{line_sample(record.line_style)}<span class="long" '
         f'title="{name}">{name}</span>{start_from}{progress}'
     )
-    cells = "".join(_cell(record, column, top) for column, top in zip(_COLUMNS, best, strict=True))
+    cells = "".join(_cell(record, column, top) for column, top in best.items())
     return (
         f'<tr><th scope="row" class="name">{head}</th><td '
         f'class="name">{escape(experiment.algorithm)}</td>{cells}</tr>'
@@ -160,9 +155,9 @@ def _cell(record: ExperimentRecord, column: Column, best: str | None) -> str:
     )
 
 
-def _client_row(client: Json) -> str:
-    accuracy = "–" if client["local_test"] is None else f"{PERCENT * client['local_test']:.1f}"
+def _client_row(client: Json, metric: MetricFormat) -> str:
+    figure = metric.number(client["local_test"])
     cells = "".join(
         f"<td>{client[column]}</td>" for column in ("train", "val", "test", "times_sampled")
     )
-    return f'<tr><th scope="row">{client["client"]}</th>{cells}<td>{accuracy}</td></tr>'
+    return f'<tr><th scope="row">{client["client"]}</th>{cells}<td>{figure}</td></tr>'

@@ -1,4 +1,4 @@
-"""Leakage of protected attributes from an experiment's representations; AUC of its predictions.
+"""Leakage of protected attributes from an experiment's representations, and its predictions.
 
 Everything is measured after training, on frozen representations without noise. Attackers know the
 attributes of a client's own people, or of everybody, or have one client's encoder and everybody
@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -38,6 +37,7 @@ from glocal.evaluate.leakage import (
 from glocal.federate.group_result import GroupResult
 from glocal.federate.result import Result
 from glocal.federate.run import Run
+from glocal.personalize.class_targets import are_whole_numbers
 from glocal.wire import split_private
 
 _ADVERSARY = "adversary/"  # how the names of the joint adversary's tensors begin
@@ -78,7 +78,8 @@ def require_audit(settings: AuditSettings, task: Task, federation: FederatedData
 class Audit:
     """A callback that adds an "audit" to each seed's result, from its frozen representations.
 
-    It has the task's AUC, and per attribute the AUC of the joint adversary and of attackers.
+    It has the task's metric over all clients' test data together, the AUC of the predictions where
+    there are two classes, and per attribute the AUC of the joint adversary and of attackers.
     "validation" has the same for validation data, which nothing was trained on; it may select.
     """
 
@@ -107,20 +108,23 @@ def _audit(
         aucs = _attack(encode, clients, index, settings, result.seed)
         joint = _joint_adversary_auc(encode, clients, index, adversary)
         attributes.append({**aucs, "joint": joint})
-    correct = [_correct(task, client.params, client.test) for client in clients]
     test = [_task_auc(task, client.params, client.test) for client in clients]
     validation = [_task_auc(task, client.params, client.validation) for client in clients]
     # one client's own people there are too few to select the best of three attackers
     leaks = [each["validation"]["pooled"] for each in attributes]
+    pooled = result.test[task.metric.name].summary().pooled
     return {
-        "accuracy": float(np.concatenate(correct).mean()),
+        "metric": task.metric.name,
+        "figure": pooled,
         "auc": _mean(test),
         "attributes": attributes,
         "validation": {"auc": _mean(validation), "leak": max(filter(None, leaks), default=None)},
     }
 
 
-def audited_clients(algorithm: Algorithm, state: GroupState, fed: FederatedData) -> list[AuditedClient]:
+def audited_clients(
+    algorithm: Algorithm, state: GroupState, fed: FederatedData
+) -> list[AuditedClient]:
     """Every client, in the memory of the CPU, where the attackers run."""
     cpu = torch.device("cpu")
     clients = []
@@ -227,25 +231,18 @@ def _joint_adversary_auc(
     attack, aucs = predictor(adversary), []
     for client in clients:
         h = torch.from_numpy(encode(client.params, client.test)).float()
+        own = trees.under_prefix(_ADVERSARY, client.params)
         with torch.no_grad():
-            scores = attack(
-                trees.under_prefix(_ADVERSARY, client.params), h, torch.ones(len(h), dtype=torch.bool)
-            )[:, attribute]
-        aucs.append(
-            _auc_or_none(scores.double().numpy(), protected_attribute(client.test, attribute))
-        )
+            scores = attack(own, h, torch.ones(len(h), dtype=torch.bool))[:, attribute]
+        labels = protected_attribute(client.test, attribute)
+        aucs.append(_auc_or_none(scores.double().numpy(), labels))
     return _mean(aucs)
-
-
-def _correct(task: Task, params: Params, people: Examples) -> npt.NDArray[np.bool_]:
-    """For which examples a client's model predicts the class (people,)."""
-    return np.asarray((predict(task, params, people).argmax(1) == people.y).numpy())
 
 
 def _task_auc(task: Task, params: Params, people: Examples) -> float | None:
     """The AUC of a client's model on its own examples; None if there are not two classes."""
     output = predict(task, params, people)
-    if output.shape[1] != 2:
+    if not are_whole_numbers(people) or output.dim() != 2 or output.shape[1] != 2:
         return None
     return _auc_or_none((output[:, 1] - output[:, 0]).double().numpy(), people.y.numpy())
 

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -436,9 +436,7 @@ def build_algorithm(
         named = {"local": split.local, "shared": split.shared}
         arguments |= {name: side for name, side in named.items() if side is not None}
     if settings.plan.aggregation is not None and "aggregation" in names:
-        arguments["aggregation"] = parse_aggregation(
-            settings.plan.aggregation, "plan.aggregation"
-        )
+        arguments["aggregation"] = parse_aggregation(settings.plan.aggregation, "plan.aggregation")
     hyperparameters = _hyperparameters(experiment, names)
     algorithm = call_user_function(
         partial(make, task, **arguments, **hyperparameters), experiment.algorithm

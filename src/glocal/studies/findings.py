@@ -11,11 +11,26 @@ from glocal.core.errors import InputError, describe_error
 from glocal.core.files import FORMAT, Json, read_json, read_rows, require_format, write_json
 from glocal.evaluate.intervals import ConfidenceInterval, confidence_interval
 from glocal.studies.goal_cost import validation_curve
+from glocal.studies.metric_format import ACCURACY, MetricFormat, new_test_of
 from glocal.studies.registry import find_study
 from glocal.studies.run import is_run, read_results, read_settings, slug
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 _PERCENT = 100.0
+OF_THE_METRIC = frozenset(
+    {
+        "local",
+        "worst_tenth",
+        "new",
+        "new_by_votes",
+        "new_by_weights",
+        "normal",
+        "normal_local",
+        "rotated",
+        "rotated_before",
+        "validation",
+    }
+)  # measures that are figures of the task's first metric; others are fractions
 
 
 class Verdict(NamedTuple):
@@ -35,25 +50,35 @@ class Findings:
     parts: dict[str, Json]
 
     def values(self, figure: Measurement) -> list[float]:
-        """A measure in percent, one value for each seed that has one."""
+        """A measure, fractions in percent, one value for each seed that has one."""
         return [*self._by_seed(figure).values()]
 
     def _by_seed(self, figure: Measurement) -> dict[int, float]:
         experiment = self.experiment(figure.part, figure.experiment)
-        values = [] if experiment is None else experiment.get(figure.measure, [])
-        seeds = [] if experiment is None else seeds_of(experiment, values)
-        return {
-            seed: _PERCENT * value
-            for seed, value in zip(seeds, values, strict=True)
-            if value is not None
-        }
+        if experiment is None:
+            return {}
+        values = experiment.get(figure.measure, [])
+        scale = _PERCENT
+        metric = metric_of(experiment)
+        if figure.measure in OF_THE_METRIC or figure.measure == metric.name:
+            scale = metric.scale
+        pairs = zip(seeds_of(experiment, values), values, strict=True)
+        return {seed: scale * value for seed, value in pairs if value is not None}
+
+    @property
+    def metric(self) -> MetricFormat:
+        """The metric of the tests; all parts of a study have the same."""
+        for part in self.parts.values():
+            for experiment in part.get("experiments", {}).values():
+                return metric_of(experiment)
+        return ACCURACY
 
     def experiment(self, part: str, row: str) -> Json | None:
         """The values of a row: its experiment's, or those of the best of its candidates.
 
-        The best has the highest validation accuracy among those within the row's leak limit; where
-        none is within the limit, the one that leaks least stands for the row. A candidate that
-        diverged in some seeds does not stand for a row if another did not.
+        The best is the one with the best figure on validation data among those within the row's
+        leak limit; where none is within the limit, the one that leaks least stands for the row. A
+        candidate that diverged in some seeds does not stand for a row if another did not.
         """
         experiments = self.parts.get(part, {}).get("experiments", {})
         names = self.study.parts[part].candidates.get(row, (row,))
@@ -63,7 +88,8 @@ class Findings:
         rows = [each for each in rows if len(each["validation"]) == most_seeds]
         within = [each for each in rows if _leak(each) <= limit]
         if within:
-            return max(within, key=lambda each: _mean(each["validation"]))
+            sign = 1 if metric_of(within[0]).higher_is_better else -1
+            return max(within, key=lambda each: sign * _mean(each["validation"]))
         return min(rows, key=_leak, default=None)
 
     def name_of(self, part: str, row: str) -> str:
@@ -99,6 +125,12 @@ class Findings:
     def as_dict(self) -> Json:
         """As JSON."""
         return {"format": FORMAT, "study": self.study.name, **self.about, "parts": self.parts}
+
+
+def metric_of(experiment: Json) -> MetricFormat:
+    """The metric of an experiment's tests; baselines and old findings have accuracy."""
+    about = experiment.get("metric")
+    return MetricFormat(**about) if about else ACCURACY
 
 
 def seeds_of(experiment: Json, values: Sequence[float | None]) -> list[int]:
@@ -190,9 +222,10 @@ def _experiment(results: Sequence[Json]) -> Json:
     new_tests = [result["new_test"] or {} for result in results]
     return {
         "seeds": [result["seed"] for result in results],
+        "metric": MetricFormat.of_result(results[0])._asdict(),
         "local": [_round(result["local_test"]["mean"]) for result in results],
         "worst_tenth": [_round(result["local_test"]["worst_tenth"]) for result in results],
-        "new": [_round(each.get("logits")) for each in new_tests],
+        "new": [_round(new_test_of(result)) for result in results],
         "new_by_votes": [_round(each.get("votes")) for each in new_tests],
         "new_by_weights": [_round(each.get("weights")) for each in new_tests],
         **_new_client_metrics(
@@ -243,7 +276,7 @@ def _new_client_metrics(trials: Sequence[Json]) -> Json:
 
 
 def _audit_metrics(audits: Sequence[Json]) -> Json:
-    """The audit's AUCs, seed by seed; nothing without an audit.
+    """The audit's AUCs, and the metric by its own name, seed by seed; nothing without an audit.
 
     "adversary" is the one that was trained along, the mean over attributes. "own_0" and the like
     are the best attackers trained afterwards, by what they know and by attribute; "fresh" is the
@@ -252,7 +285,7 @@ def _audit_metrics(audits: Sequence[Json]) -> Json:
     if not audits:
         return {}
     metrics: Json = {
-        "accuracy": [_round(audit["accuracy"]) for audit in audits],
+        audits[0]["metric"]: [_round(audit["figure"]) for audit in audits],
         "auc": [_round(audit["auc"]) for audit in audits],
         "adversary": [],
     }

@@ -1,4 +1,4 @@
-"""The cost of reaching a goal: validation accuracy by round, and what was sent until then."""
+"""The cost of reaching a goal: validation figures by round, and what was sent until then."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from glocal.core.files import Json, read_rows
+from glocal.studies.metric_format import ACCURACY, MetricFormat
 from glocal.studies.run import experiment_folder, read_settings
 
 _PER_MILLE = 1000  # of a percent
+_DIGITS = 3  # of a figure that is no fraction
 
 
 class GoalCost(NamedTuple):
@@ -62,21 +64,34 @@ def without_seed(rows: Sequence[Json], seed: int) -> list[Json]:
     return [row for row in rows if row["seed"] != seed]
 
 
-def goal_accuracy(rows: Sequence[Json]) -> float:
-    """The highest mean over seeds of a curve, to a tenth of a percent; a fraction.
+def goal_accuracy(rows: Sequence[Json], metric: MetricFormat = ACCURACY) -> float:
+    """The best mean over seeds of a curve, to a tenth of a percent; a fraction.
+
+    Figures of other metrics have three digits. It is rounded to the side where it is reached.
 
     >>> row = {"round": 1, "parameters": 8, "bytes": 32}
     >>> curve = [{**row, "seed": 0, "validation": 0.4156}, {**row, "seed": 1, "validation": 0.42}]
-    >>> goal_accuracy(curve)
-    0.417
+    >>> goal_accuracy(curve), goal_accuracy(curve, MetricFormat("mae", higher_is_better=False))
+    (0.417, 0.418)
     """
-    best = max((row["validation"] for row in mean_over_seeds(rows)), default=0.0)
-    return math.floor(round(_PER_MILLE * best, 6)) / _PER_MILLE  # 1000 * 0.29 is 289.99999999999994
+    means = [row["validation"] for row in mean_over_seeds(rows)]
+    best = metric.best(means) if means else 0.0
+    steps = _PER_MILLE if metric.is_fraction else _steps(best)
+    # 1000 * 0.29 is 289.99999999999994
+    towards = math.floor if metric.higher_is_better else math.ceil
+    return towards(round(steps * best, 6)) / steps
 
 
-def goal_cost(rows: Sequence[Json], goal: float) -> GoalCost | None:
+def _steps(value: float) -> float:
+    """How many steps of the last of its digits a unit has."""
+    return 10.0 ** (_DIGITS - 1 - math.floor(math.log10(abs(value)))) if value else 1.0
+
+
+def goal_cost(
+    rows: Sequence[Json], goal: float, metric: MetricFormat = ACCURACY
+) -> GoalCost | None:
     """When a curve's mean over seeds first reaches the goal; None if it never does."""
     for row in mean_over_seeds(rows):
-        if row["validation"] >= goal:
+        if not metric.is_better(goal, row["validation"]):
             return GoalCost(row["round"], row["parameters"], row["bytes"])
     return None

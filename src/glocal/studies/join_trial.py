@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from glocal.core.errors import InputError
 from glocal.core.files import FORMAT, Json, write_json, write_tensors, write_text
 from glocal.core.sampling import make_rng
 from glocal.core.trees import nbytes
+from glocal.federate.scoring import personal_parts
+from glocal.personalize.class_targets import count_classes
 from glocal.personalize.onboarding import (
     JoinPlan,
     JoinResult,
@@ -18,11 +21,13 @@ from glocal.personalize.onboarding import (
     join,
     new_client_ensemble_classes,
     new_client_ensemble_figure,
+    new_client_ensemble_outputs,
     new_client_figure,
     sample_labeled,
     select_ensemble,
     train_alone,
 )
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.new_client import NewClient
 from glocal.studies.saved_experiment import SavedExperiment
 
@@ -34,7 +39,8 @@ LABEL_COUNTS = (0, 1, 5, 10, 50, None)
 class JoinTrialSettings:
     """What is tried: numbers of labels (None: all), sizes of the ensemble and its sample, a plan.
 
-    The small ensemble has `ensemble_size` members, chosen by their outputs on `sample_size` inputs.
+    The small ensemble has `ensemble_size` members, chosen by their outputs on `sample_size` inputs;
+    without classes there is none.
     """
 
     labels: tuple[int | None, ...] = LABEL_COUNTS
@@ -62,6 +68,8 @@ class JoinTrial:
         self.engine = saved.options.engine_config()
         self.train, self.test = new_client.train.to(device), new_client.test.to(device)
         self.unlabeled = new_client.unlabeled.to(device)
+        examples = saved.federation.train.examples
+        self.classes = count_classes(self.trained_federation.task, examples)
         train = saved.federation.train
         self.existing_data = ClientData(train.examples.to(device), train.rows, train.names)
         self.joined: dict[str, JoinResult] = {}
@@ -100,19 +108,17 @@ class JoinTrial:
             len(self.unlabeled)
         )[: self.config.sample_size]
         sample = self.unlabeled[torch.from_numpy(order).to(self.unlabeled.device)]
-        for method in ENSEMBLES:
+        for method in ENSEMBLES if self.classes else ENSEMBLES[:1]:
             chosen = select_ensemble(
                 self.trained_federation, sample, by=method, count=self.config.ensemble_size
             )
-            accuracy = (
-                new_client_ensemble_figure(self.trained_federation, chosen, self.test)
-                if self.test.num_rows
-                else None
-            )
+            figure = None
+            if self.test.num_rows:
+                figure = new_client_ensemble_figure(self.trained_federation, chosen, self.test)
             yield {
                 "method": method,
                 "labels": 0,
-                "accuracy": accuracy,
+                "figure": figure,
                 "members": chosen,
                 "bytes": self._ensemble_bytes(),
             }
@@ -123,8 +129,9 @@ class JoinTrial:
         All are needed even for a small ensemble, because its members are chosen by what all
         predict.
         """
-        state = self.trained_federation.state
-        return nbytes(state.shared) + len(state.private.stored) * nbytes(state.private.initial)
+        federation, state = self.trained_federation, self.trained_federation.state
+        local, _ = personal_parts(federation.algorithm, state)
+        return nbytes(state.shared) + len(state.private.stored) * nbytes(local)
 
     def _training_rows(self, some: Examples, *, every: bool) -> Iterator[Json]:
         """The local part alone, the same network without a federation, and joining the rounds.
@@ -165,13 +172,11 @@ class JoinTrial:
         return joined
 
     def _row(self, method: str, labels: int, joined: JoinResult) -> Json:
-        accuracy = (
-            new_client_figure(self.trained_federation, joined, self.test)
-            if self.test.num_rows
-            else None
-        )
+        figure = None
+        if self.test.num_rows:
+            figure = new_client_figure(self.trained_federation, joined, self.test)
         sent = 0 if method == "alone" else joined.ledger.total.bytes
-        return {"method": method, "labels": labels, "accuracy": accuracy, "bytes": sent}
+        return {"method": method, "labels": labels, "figure": figure, "bytes": sent}
 
     def save(self, folder: Path, rows: list[Json], about: Json) -> None:
         """Write the metrics, and the new client's last model of each method.
@@ -191,29 +196,35 @@ class JoinTrial:
                 {"method": "in the rounds"},
             )
         if not self.train.num_rows:
-            guesses = new_client_ensemble_classes(
-                self.trained_federation,
-                select_ensemble(self.trained_federation, self.unlabeled),
-                self.unlabeled,
-            )
-            write_text(
-                folder / "predictions.csv",
-                "row,class\n" + "".join(f"{row},{guess}\n" for row, guess in enumerate(guesses)),
-            )
-        classes = sorted({*self.train.y.tolist()})
+            write_text(folder / "predictions.csv", self._predictions())
         new_client = {
             "examples": self.train.num_rows,
             "test_examples": self.test.num_rows,
-            "classes": classes,
+            "classes": sorted({*self.train.y.tolist()}) if self.classes else None,
             "client": self.trained_federation.clients,
         }
+        metric = MetricFormat.of(self.trained_federation.task.metric)
         write_json(
             folder / "join.json",
             {
                 "format": FORMAT,
                 **about,
+                "metric": metric._asdict(),
                 "new_client": new_client,
                 "settings": asdict(self.config),
                 "rows": rows,
             },
         )
+
+    def _predictions(self) -> str:
+        """What the ensemble of everyone predicts for every input, as CSV: classes, or outputs."""
+        members = select_ensemble(self.trained_federation, self.unlabeled)
+        asked = (self.trained_federation, members, self.unlabeled)
+        if self.classes:
+            head, columns = "row,class", [new_client_ensemble_classes(*asked)]
+        else:
+            outputs = new_client_ensemble_outputs(*asked).flatten(1)
+            columns = outputs.T.tolist()
+            head = ",".join(["row", *(f"output_{place}" for place in range(len(columns)))])
+        lines = [",".join(map(str, row)) for row in zip(count(), *columns, strict=False)]
+        return "\n".join([head, *lines, ""])

@@ -118,6 +118,8 @@ def _merge_seeds(title: str, runs: Sequence[Json]) -> Json:
     for key, value in runs[0].items():
         if isinstance(value, int | float):
             merged[key] = round(fmean([run[key] for run in runs], weights))
+        elif isinstance(value, dict):  # the metric, which all runs have in common
+            merged[key] = value
     if any("validation_curve" in run for run in runs):
         curves = [by_seed[seed]["validation_curve"] for seed in seeds]
         merged["validation_curve"] = list(chain.from_iterable(curves))

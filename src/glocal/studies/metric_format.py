@@ -91,6 +91,13 @@ class MetricFormat(NamedTuple):
 
 
 ACCURACY = MetricFormat("accuracy", is_fraction=True)
+AUC = MetricFormat("AUC", is_fraction=True)
+
+
+def new_test_of(result: Json) -> float | None:
+    """New Test of a result: its first metric, of the ensemble that the task names."""
+    figure: float | None = result["metrics"][result["metric"]]["new_test"]
+    return figure
 
 
 def selection_metric(result: Json, evaluation: Evaluation) -> MetricFormat:

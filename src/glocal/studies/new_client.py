@@ -12,6 +12,9 @@ from torch import Tensor
 
 from glocal.core.data import Examples, Rows, hold_out
 from glocal.core.errors import InputError, describe_error
+from glocal.core.task import Task
+from glocal.core.values import describe_form, require_tensor
+from glocal.personalize.class_targets import count_classes
 from glocal.studies.user_functions import call_user_function, import_function
 
 TEST_FRACTION = 0.3  # of data without a test part
@@ -35,24 +38,30 @@ class NewClient(NamedTuple):
     unlabeled: Tensor
 
 
-def read_new_client(address: str, *, like: Tensor, classes: int, seed: int) -> NewClient:
+def read_new_client(address: str, *, task: Task, like: Examples, seed: int) -> NewClient:
     """The new client's data, from FILE.npz or "module:function".
 
-    They hold x and y, and maybe x_test and y_test; y may be missing.
+    They hold x and y, and maybe x_test and y_test; y may be missing. Their form is that of the
+    examples `like`.
     """
+    inputs = require_tensor(like.x, "join")
     arrays = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
     tensors = {name: _as_tensor(name, array) for name, array in arrays.items() if array is not None}
     for name in ("x", "x_test"):
         if name in tensors:
-            _require_inputs(name, tensors[name], like)
-    for inputs, labels in (("x", "y"), ("x_test", "y_test")):
-        if labels in tensors:
-            _require_labels(labels, tensors[labels], tensors[inputs], classes)
+            _require_inputs(name, tensors[name], inputs)
+    if task.make_targets is not None and "y" not in tensors:
+        tensors["y"] = require_tensor(task.make_targets(tensors["x"]), "join: targets")
+    classes = count_classes(task, like)
+    for name, target_name in (("x", "y"), ("x_test", "y_test")):
+        if target_name in tensors:
+            targets, own_inputs = tensors[target_name], tensors[name]
+            tensors[target_name] = _checked(target_name, targets, own_inputs, like, classes)
     if not len(tensors["x"]):
         raise InputError(
             f"data: {address} holds no examples; a new client needs some, labelled or not"
         )
-    return _with_test_split(tensors, seed)
+    return _with_test_split(tensors, like, seed)
 
 
 def read_inputs(address: str, *, like: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -150,6 +159,26 @@ def _require_inputs(name: str, inputs: Tensor, like: Tensor) -> None:
         raise InputError(f"data: {name} holds NaN or infinity; clean or drop those examples")
 
 
+def _checked(
+    name: str, targets: Tensor, inputs: Tensor, like: Examples, classes: int | None
+) -> Tensor:
+    """The targets in the type of the federation's own; others than these are refused."""
+    own = require_tensor(like.y, "join: targets")
+    if classes is not None:
+        _require_labels(name, targets, inputs, classes)
+        return targets.long()
+    is_whole = not targets.is_floating_point() and not targets.is_complex()
+    has_type = is_whole or (targets.is_floating_point() and own.is_floating_point())
+    if not has_type or targets.shape != (len(inputs), *own.shape[1:]):
+        raise InputError(
+            f"data: {name} is {tuple(targets.shape)} {targets.dtype} for {len(inputs)} inputs; "
+            f"one target {describe_form(own)} per input was expected, as the federation has them"
+        )
+    if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
+        raise InputError(f"data: {name} holds NaN or infinity; clean or drop those examples")
+    return targets.to(own.dtype)
+
+
 def _require_labels(name: str, labels: Tensor, inputs: Tensor, classes: int) -> None:
     """Refuse labels that are not one class index per input."""
     if labels.shape != inputs.shape[:1]:
@@ -170,14 +199,14 @@ def _require_labels(name: str, labels: Tensor, inputs: Tensor, classes: int) -> 
         )
 
 
-def _with_test_split(tensors: Mapping[str, Tensor], seed: int) -> NewClient:
+def _with_test_split(tensors: Mapping[str, Tensor], like: Examples, seed: int) -> NewClient:
     """Training and test examples as given, or some labelled ones held out for the test."""
     x = tensors["x"]
-    empty = Examples(x[:0], torch.zeros(0, dtype=torch.int64))
-    test = Examples(tensors["x_test"], tensors["y_test"].long()) if "x_test" in tensors else None
+    empty = Examples(x[:0], like.y[:0].cpu())
+    test = Examples(tensors["x_test"], tensors["y_test"]) if "x_test" in tensors else None
     if "y" not in tensors:
         return NewClient(empty, test or empty, x)
-    labeled = Examples(x, tensors["y"].long())
+    labeled = Examples(x, tensors["y"])
     if test is not None:
         return NewClient(labeled, test, x)
     rows: Rows = np.arange(labeled.num_rows, dtype=np.int64)

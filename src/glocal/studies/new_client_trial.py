@@ -114,9 +114,7 @@ def _pool_for(federation: FederatedData, part: str) -> Rows:
     return np.sort(np.concatenate([federation.train.all_rows(), federation.val.all_rows()]))
 
 
-def _measure(
-    evaluator: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData
-) -> Json:
+def _measure(evaluator: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData) -> Json:
     """Normal: existing clients, as an ensemble and each alone; rotated: the new client."""
     state = joined.state
     old = state._replace(private=state.private.only({*state.private.stored} - {joined.client}))
@@ -124,7 +122,7 @@ def _measure(
     local = summarize(local_test(evaluator, old, fed.test), fed.test.sizes)
     model = (state.shared, state.private.of(joined.client))
     return {
-        "normal": normal.logits if normal else None,
+        "normal": normal.figures[evaluator.task.metric.name] if normal else None,
         "normal_local": local.mean,
         "rotated": ensemble_figure(evaluator, [model], own),
         "ledger": joined.ledger.as_dict(),

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from glocal.core.errors import InputError
 from glocal.core.files import Json
+from glocal.core.task import Task
 from glocal.datasets.federated import FederatedData
 from glocal.evaluate import Evaluator, predict_classes
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
 from glocal.evaluate.text_baselines import baselines
 from glocal.federate.result import Result
 from glocal.federate.run import Run
+from glocal.personalize.class_targets import count_classes
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ class OrdinalSettings:
             )
 
 
-def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> None:
-    """Refuse bags of words for data that are not texts."""
+def require_ordinal(settings: OrdinalSettings, task: Task, federation: FederatedData) -> None:
+    """Refuse targets that are no classes, and bags of words for data that are not texts."""
+    if count_classes(task, federation.train.examples) is None:
+        raise InputError(
+            "ordinal: it counts by how many classes a prediction is off, and the targets are no "
+            "class numbers; leave [ordinal] out"
+        )
     if settings.bag_of_words:
         federation.train.text_lengths.sum()
 

@@ -55,9 +55,7 @@ class PretextSettings:
         require_counts("settings: pretext.", self)
 
 
-def build_pretext(
-    settings: PretextSettings, task: Task, some: Examples, *, seed: int
-) -> Auxiliary:
+def build_pretext(settings: PretextSettings, task: Task, some: Examples, *, seed: int) -> Auxiliary:
     """The pretext task, with a network whose weights are drawn from the seed.
 
     `some` are a few of the examples.

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from glocal import datasets
 from glocal.core import trees
 from glocal.core.errors import DivergedError, InputError, suggest_name
@@ -25,6 +23,7 @@ from glocal.core.files import (
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan, sample_clients
 from glocal.core.store import TrainingState
+from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.fetch import no_progress
@@ -34,6 +33,7 @@ from glocal.federate.fit import warm_start_params
 from glocal.federate.records import RoundRecord
 from glocal.federate.requirements import require_trainable
 from glocal.federate.run import Run
+from glocal.personalize.class_targets import count_classes
 from glocal.studies.audit import Audit, require_audit
 from glocal.studies.build import (
     Components,
@@ -137,7 +137,7 @@ def _require_study(study: StudyRun, experiments: Mapping[str, Experiment]) -> No
             require_trainable(experiment)
     settings.run.options().torch_device()
     if settings.ordinal is not None:
-        require_ordinal(settings.ordinal, first_federation)
+        require_ordinal(settings.ordinal, study.parts.task, first_federation)
     if settings.audit is not None:
         require_audit(settings.audit, study.parts.task, first_federation)
     for name, experiment in experiments.items():
@@ -294,15 +294,15 @@ def _about_data(parts: Components) -> Json:
     Reports of unfinished runs need them.
     """
     metrics = [MetricFormat.of(metric)._asdict() for metric in parts.task.all_metrics]
-    return {**_class_counts(parts.federations[0]), "metrics": metrics}
+    return {**_class_counts(parts.task, parts.federations[0]), "metrics": metrics}
 
 
-def _class_counts(federation: FederatedData) -> Json:
+def _class_counts(task: Task, federation: FederatedData) -> Json:
     """The number of examples per client and class; nothing where targets are no classes."""
     labels = federation.train.examples.y
-    is_classes = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+    is_classes = count_classes(task, federation.train.examples) is not None
     if not is_classes or bool((labels < 0).any()):
-        return {"classes": 0}
+        return {}
     classes = int(labels.max()) + 1
     counts = {
         part: datasets.class_counts(getattr(federation, part), classes).tolist()

@@ -7,13 +7,18 @@ representations are frozen and without noise.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from glocal.core.data import ClientData
+from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError
 from glocal.core.files import FORMAT, Json, write_json
+from glocal.core.metric import Metric
+from glocal.core.training import Batch
+from glocal.core.values import concatenate_rows
 from glocal.datasets import SOURCES
 from glocal.evaluate.fairness import (
     FairnessMetrics,
@@ -21,8 +26,14 @@ from glocal.evaluate.fairness import (
     fairness_metrics,
     require_fairlearn,
 )
-from glocal.evaluate.leakage import AttackResult, average_leakage, beyond_chance, run_attacks
-from glocal.federate.outputs import num_classes
+from glocal.evaluate.leakage import (
+    AttackResult,
+    Labels,
+    average_leakage,
+    beyond_chance,
+    run_attacks,
+)
+from glocal.personalize.class_targets import count_classes
 from glocal.studies.audit import (
     AuditedClient,
     AuditSettings,
@@ -34,8 +45,11 @@ from glocal.studies.audit import (
     protected_attributes,
     train_all_attackers,
 )
+from glocal.studies.metric_format import MetricFormat
 from glocal.studies.representation_layer import default_representation
 from glocal.studies.saved_experiment import SavedExperiment
+
+RATES = ("selection_rate", "true_positive_rate", "false_positive_rate")  # of two classes
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,34 @@ class AuditQuery:
     attribute: str
     layer: str | None = None
     encoders: int = 3
+
+
+class Predicted(NamedTuple):
+    """Some people, a model's outputs for them (rows, ...), and one attribute of theirs (rows,)."""
+
+    people: Examples
+    outputs: Tensor
+    attribute: Labels
+
+    def of_group(self, value: int) -> "Predicted":
+        """The people with one value of the attribute."""
+        rows = np.flatnonzero(self.attribute == value)
+        outputs = self.outputs[torch.from_numpy(rows)]
+        return Predicted(self.people.take(rows), outputs, self.attribute[rows])
+
+    def figure(self, metric: Metric) -> float | None:
+        """A metric of all of them together; None where it is undefined."""
+        count = self.people.num_rows
+        if not count:
+            return None
+        if metric.of_client is not None:
+            value = metric.of_client(self.outputs, self.people.y)
+            return None if value is None or np.isnan(value) else float(value)
+        mask = torch.ones(count, dtype=torch.bool)
+        x, y, group = self.people
+        sums, weights = metric.sums(self.outputs, Batch(x, y, group, mask, mask))
+        figure = metric.figure(float(sums.double().sum()), float(weights.double().sum()))
+        return None if np.isnan(figure) else figure
 
 
 class SavedAudit:
@@ -71,20 +113,20 @@ class SavedAudit:
 
     def figures(self) -> Json:
         """The attackers' AUCs, the metrics of each group over all clients, and both per client."""
-        results = self._attack_results()
-        predictions = [_predictions(self.saved, client, self.column) for client in self.clients]
-        classes = num_classes(
-            self.saved.trained_federation.task, self.saved.federation.train.examples.x
-        )
-        everybody = GroupPredictions(*map(np.concatenate, zip(*predictions, strict=True)))
+        results, task = self._attack_results(), self.saved.trained_federation.task
+        predicted = [_predict(self.saved, client, self.column) for client in self.clients]
+        classes = count_classes(task, self.saved.federation.train.examples)
+        everybody = _together(predicted)
+        fairness = _fairness(everybody, classes)
         rows = []
         for number, own in enumerate(results["own"]):
-            metrics = fairness_metrics(predictions[number], classes=classes)
-            rows.append(_client_row(number, metrics, own))
+            rows.append(_client_row(number, predicted[number], own, (task.metric, classes)))
         return {
+            "metric": MetricFormat.of(task.metric)._asdict(),
             "classes": classes,
             "leaks": _leak_rows(results),
-            **_as_json(fairness_metrics(everybody, classes=classes)),
+            **fairness._asdict(),
+            "groups": _group_rows(everybody, fairness, task.metric),
             "clients": rows,
         }
 
@@ -213,26 +255,57 @@ def _leak_rows(results: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> l
     ]
 
 
-def _predictions(saved: SavedExperiment, client: AuditedClient, place: int) -> GroupPredictions:
-    """The predictions of a client's own model on its own test data."""
-    classes = predict(saved.trained_federation.task, client.params, client.test).argmax(1)
-    return GroupPredictions(
-        client.test.y.numpy(), classes.numpy(), protected_attribute(client.test, place)
-    )
+def _predict(saved: SavedExperiment, client: AuditedClient, place: int) -> Predicted:
+    """What a client's own model gives for its own test data."""
+    outputs = predict(saved.trained_federation.task, client.params, client.test)
+    return Predicted(client.test, outputs, protected_attribute(client.test, place))
 
 
-def _as_json(metrics: FairnessMetrics) -> Json:
-    return {**metrics._asdict(), "groups": [rates._asdict() for rates in metrics.groups]}
+def _together(parts: Sequence[Predicted]) -> Predicted:
+    """The people of all clients."""
+    x = concatenate_rows([part.people.x for part in parts])
+    y = concatenate_rows([part.people.y for part in parts])
+    group = concatenate_rows([part.people.group for part in parts])
+    outputs = torch.cat([part.outputs for part in parts])
+    attribute = np.concatenate([part.attribute for part in parts])
+    return Predicted(Examples(x, y, group), outputs, attribute)
 
 
-def _client_row(number: int, metrics: FairnessMetrics, own: Mapping[str, AttackResult]) -> Json:
-    people = {rates.group: rates.people for rates in metrics.groups}
-    correct = sum(rates.people * rates.accuracy for rates in metrics.groups)
+def _fairness(predicted: Predicted, classes: int | None) -> FairnessMetrics:
+    """The rates of groups; nothing where targets are no classes."""
+    if classes is None:
+        return FairnessMetrics([], None, None)
+    guesses = predicted.outputs.argmax(1).numpy()
+    predictions = GroupPredictions(predicted.people.y.numpy(), guesses, predicted.attribute)
+    return fairness_metrics(predictions, classes=classes)
+
+
+def _group_rows(predicted: Predicted, fairness: FairnessMetrics, metric: Metric) -> list[Json]:
+    """Every group's people, the metric of its predictions, and its rates."""
+    rates = {row.group: row for row in fairness.groups}
+    rows: list[Json] = []
+    for value in sorted({*predicted.attribute.tolist()}):
+        own = predicted.of_group(value)
+        row: Json = {"group": value, "people": own.people.num_rows, "figure": own.figure(metric)}
+        for name in RATES:
+            row[name] = getattr(rates[value], name) if value in rates else None
+        rows.append(row)
+    return rows
+
+
+def _client_row(
+    number: int,
+    predicted: Predicted,
+    own: Mapping[str, AttackResult],
+    asked: tuple[Metric, int | None],
+) -> Json:
+    metric, classes = asked
+    fairness = _fairness(predicted, classes)
     return {
         "client": number,
-        "people": [people.get(group, 0) for group in (0, 1)],
-        "accuracy": correct / sum(people.values()) if people else None,
-        "demographic_parity_difference": metrics.demographic_parity_difference,
-        "equalized_odds_difference": metrics.equalized_odds_difference,
+        "people": [int((predicted.attribute == value).sum()) for value in (0, 1)],
+        "figure": predicted.figure(metric),
+        "demographic_parity_difference": fairness.demographic_parity_difference,
+        "equalized_odds_difference": fairness.equalized_odds_difference,
         "leak": max((attack.auc for attack in own.values()), default=None),
     }

@@ -154,8 +154,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.tests not in ("both", "local"):
             raise InputError(
-                f"settings: run.tests is '{self.tests}'; "
-                "it must be 'both' or 'local' (no New Test)"
+                f"settings: run.tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)"
             )
         self.options()
         self.evaluation()
@@ -190,9 +189,9 @@ class PlanSettings:
 
     `aggregation` makes one upload of many: "mean" (weighted by examples), "mean(clients)" or
     "median"; None is the algorithm's own. `uplink` are codecs of uploads, such as "top_k(0.01)" and
-    "int8". Batches of texts hold at most `max_tokens` words, padding included. Each seed is run `restarts` times with
-    other initial weights on the same partition; its result is that of the restart with the best
-    validation accuracy, over all clients' examples together.
+    "int8". Batches of texts hold at most `max_tokens` words, padding included. Each seed is run
+    `restarts` times with other initial weights on the same partition; its result is that of the
+    restart that is best on validation data, over all clients' examples together.
     """
 
     rounds: int = count_field(50, maximum=MAX_ROUNDS)

@@ -14,7 +14,7 @@ ReportFunction = Callable[..., Any] | str
 
 
 class Score(NamedTuple):
-    """Mean and sample standard deviation in percent, printed with two decimals.
+    """Mean and sample standard deviation, fractions in percent, printed with two decimals.
 
     One seed has no deviation.
     """
@@ -64,12 +64,12 @@ class StudyPart:
     """One block of a table: experiments on the same partition of the data per seed.
 
     - `candidates` maps a row to experiments that differ in a few settings. The row shows the one
-      with the best validation accuracy among those whose leakage on validation data is at most the
+      that is best on validation data among those whose leakage on validation data is at most the
       row's `leak_limits` (an AUC, such as 0.55).
     - `choices` describes a candidate in a few words, such as "lr 0.05"; the default is its name.
     - `splits` maps experiments that differ only in their split to a description of what they share.
     - `baselines` are rows without federated training.
-    - `goal` is the row whose validation accuracy the others should reach.
+    - `goal` is the row whose figure on validation data the others should reach.
     - With a `control`, the rows go into the table of the part with the same title and protocol, and
       this text is appended to their names.
     """
@@ -138,7 +138,7 @@ class Study:
     protocols: Mapping[str, str] = field(default_factory=dict)
     caption: str = (
         "Local Test: each client’s own model on its own test data. New Test: the ensemble of all "
-        "trained clients (averaged logits) on all clients’ test data. Parameters sent, published "
+        "trained clients (averaged outputs) on all clients’ test data. Parameters sent, published "
         "and ours: by the paper’s count, as if every client received in every round. On the wire: "
         "what is really sent, evaluation included, in the first protocol that was run."
     )

@@ -1,7 +1,7 @@
 """What a client and the server send each other: declared messages, codecs, aggregation, bytes."""
 
 from glocal.wire.aggregation import Aggregation, Mean, Median
-from glocal.wire.codec import Chain, Clip, Codec, Half, Identity, Noise, chain
+from glocal.wire.codec import Chain, Clip, Codec, Half, Identity, Noise, chain, require_codec
 from glocal.wire.ledger import Ledger, Traffic
 from glocal.wire.quantize import Int4, Int8
 from glocal.wire.schema import Schema, TensorForm, WireError, gate, require_finite, schema_of
@@ -33,6 +33,7 @@ __all__ = [
     "pack",
     "parse_aggregation",
     "parse_codec",
+    "require_codec",
     "require_finite",
     "schema_of",
     "split_private",

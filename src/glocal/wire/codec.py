@@ -196,14 +196,19 @@ def chain(*codecs: Codec) -> Codec:
     (True, Identity())
     """
     for codec in codecs:
-        if not isinstance(codec, Codec):
-            raise InputError(
-                f"codec: {describe_value(codec)} was given; one of glocal's was expected, "
-                "such as glocal.Int8()"
-            )
+        require_codec(codec)
     if len(codecs) <= 1:
         return codecs[0] if codecs else Identity()
     return Chain(codecs)
+
+
+def require_codec(codec: object) -> None:
+    """Refuse what is no codec, such as the class of one."""
+    if isinstance(codec, type) or not isinstance(codec, Codec):
+        raise InputError(
+            f"codec: {getattr(codec, '__name__', describe_value(codec))} was given; "
+            "one of glocal's was expected, such as glocal.Int8()"
+        )
 
 
 def floating(message: Params) -> Params:

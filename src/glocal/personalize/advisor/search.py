@@ -283,9 +283,7 @@ def _affordable_clients(algorithm: Algorithm, params: Params, config: AdvisorCon
     candidates = make_candidates(algorithm.task.model, max_candidates=config.max_candidates)
     if config.budget.bytes is None:
         return config.num_clients
-    sent = sorted(
-        trees.nbytes(candidate.split.take_shared(params)) for candidate in candidates
-    )
+    sent = sorted(trees.nbytes(candidate.split.take_shared(params)) for candidate in candidates)
     bytes_per_client = 0
     for rounds in config.stages:
         bytes_per_client += (2 * rounds + 1) * sum(sent)

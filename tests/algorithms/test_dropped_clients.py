@@ -1,0 +1,193 @@
+"""A client whose upload or loss is not finite does not count, and the round goes on without it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import glocal
+from glocal.core import trees
+from glocal.core.sampling import Availability, Plan
+from glocal.core.training import WeightedSum
+from glocal.federate import rounds
+from glocal.federate.rounds import build_executors, run_round
+from glocal.wire import Mean, Median
+from tests.support import world
+
+pytestmark = pytest.mark.quick
+
+EVERYBODY = tuple(range(world.NUM_CLIENTS))
+PLAN = Plan(1, world.NUM_CLIENTS, batch_size=5)
+AGGREGATIONS = [Mean(), Mean(by="clients"), Median()]
+by_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
+
+
+def breaking(kind, broken, value, where):
+    """An algorithm whose clients with these keys break, in their upload or their loss."""
+
+    class Breaking(kind):
+        def client_update(self, message, private, work):
+            update = super().client_update(message, private, work)
+            is_broken = torch.stack([work.key == key for key in broken()]).any()
+            if where == "loss":
+                loss = update.metrics["loss"]
+                total = torch.where(is_broken, value, loss.total)
+                return update._replace(metrics={"loss": WeightedSum(total, loss.weight)})
+            first, *_ = update.upload
+            tensor = torch.where(is_broken, value, update.upload[first])
+            return update._replace(upload={**update.upload, first: tensor})
+
+    return Breaking
+
+
+def keys_of(clients):
+    from glocal.core.sampling import client_key
+
+    return [torch.tensor(client_key(PLAN, 0, client)) for client in clients]
+
+
+def one_round(
+    kind=glocal.LGFedAvg,
+    *,
+    aggregation=None,
+    broken=(),
+    value=torch.nan,
+    where="upload",
+    present=EVERYBODY,
+    uplink=None,
+    **settings,
+):
+    """The state before a round, the state after it, and its report, in float64."""
+    task = glocal.classification(world.seeded(world.with_batch_norm).double())
+    if broken:
+        kind = breaking(kind, lambda: keys_of(broken), value, where)
+    if issubclass(kind, glocal.LGFedAvg):
+        settings["local"] = "0"
+    algorithm = kind(
+        task, optimizer=glocal.SGD(lr=0.1), aggregation=aggregation or Mean(), **settings
+    )
+    data = world.federation().train
+    data = replace(data, examples=data.examples.with_dtype(torch.float64))
+    availability = Availability.of(present)
+    replica, before = world.set_up(algorithm, data, PLAN, uplink=uplink, availability=availability)
+    executors = build_executors(replica.groups, "looped", num_calls=1)
+    [(after, report)] = run_round([replica], [before], executors, 0)
+    return before, after, report
+
+
+@by_aggregation
+@pytest.mark.parametrize("where", ["upload", "loss"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_others_count_as_if_it_had_not_replied(aggregation, where, value):
+    before, after, report = one_round(aggregation=aggregation, broken=[2], value=value, where=where)
+    present = [client for client in EVERYBODY if client != 2]
+    _, without, alone = one_round(aggregation=aggregation, present=present)
+    assert world.distance(after.shared, without.shared) < 1e-12
+    assert report.dropped == [2]
+    assert report.counted.tolist() == [client != 2 for client in EVERYBODY]
+    assert alone.dropped == []
+    for client in present:
+        assert trees.same_bits(after.private[0].of(client), without.private[0].of(client))
+    assert trees.same_bits(after.private[0].of(2), before.private[0].of(2))
+    assert 2 not in after.private[0].stored
+
+
+def test_several_are_dropped_and_named_and_the_mean_loss_is_that_of_the_others():
+    _, _, report = one_round(broken=[0, 4], where="loss")
+    _, _, alone = one_round(present=[1, 2, 3, 5])
+    assert report.dropped == [0, 4]
+    assert report.mean_loss(range(6)) == pytest.approx(alone.mean_loss(range(6)))
+    assert report.mean_loss(range(1)) is None
+
+
+@by_aggregation
+def test_where_everybody_is_dropped_nothing_changes(aggregation):
+    before, after, report = one_round(aggregation=aggregation, broken=EVERYBODY)
+    assert world.same_bits(before, after)
+    assert report.dropped == list(EVERYBODY)
+    assert report.mean_loss(range(6)) is None
+
+
+def test_what_a_codec_remembers_stays_too():
+    before, after, report = one_round(broken=[1], uplink=glocal.TopK(0.3))
+    assert report.dropped == [1]
+    assert any(name.startswith("codec/") for name in before.private[0].initial)
+    assert trees.same_bits(after.private[0].of(1), before.private[0].of(1))
+    assert not trees.same_bits(after.private[0].of(2), before.private[0].of(2))
+
+
+def test_whoever_was_dropped_was_sent_something_and_sent_something():
+    _, _, report = one_round(broken=[2])
+    _, _, whole = one_round()
+    assert report.traffic == whole.traffic
+
+
+class Counting(glocal.FedAvg):
+    """The server remembers how often each client counted."""
+
+    def init(self, params):
+        return super().init(params)._replace(profile={"times": torch.zeros(())})
+
+    def remember(self, shared, profile, sent, upload):
+        return {"times": profile["times"] + 1}
+
+
+def test_the_profile_of_whoever_was_dropped_stays():
+    _, after, _ = one_round(Counting, broken=[3])
+    times = [after.profiles[0].of(client)["times"].item() for client in EVERYBODY]
+    assert times == [float(client != 3) for client in EVERYBODY]
+
+
+@pytest.mark.parametrize("name", world.NAMES)
+def test_every_algorithm_goes_on_without_a_client_that_broke(name):
+    kind = type(world.algorithm(name, world.seeded(world.plain)))
+    before, after, report = one_round(kind, broken=[2], where="loss")
+    assert report.dropped == [2]
+    for tree in (after.shared, *(after.private[0].of(client) for client in EVERYBODY)):
+        assert all(bool(tensor.isfinite().all()) for tensor in tree.values())
+    assert trees.same_bits(after.private[0].of(2), before.private[0].of(2))
+
+
+@pytest.mark.parametrize("by", ["examples", "clients"])
+@pytest.mark.parametrize("name", world.NAMES)
+@pytest.mark.parametrize("dropped", [[2], [0, 5], list(EVERYBODY), []])
+def test_masking_uploads_gives_the_numbers_of_filtering_them(name, by, dropped, monkeypatch):
+    """A GPU, which must not be waited for, masks; a CPU filters."""
+    kind = type(world.algorithm(name, world.seeded(world.plain)))
+    received, original = [], rounds.Uploads.only
+
+    def spy(own, counted):
+        received.append((own, counted))
+        return original(own, counted)
+
+    monkeypatch.setattr(rounds.Uploads, "only", spy)
+    before, after, report = one_round(kind, aggregation=Mean(by), broken=dropped)
+    counted = torch.tensor([client not in dropped for client in EVERYBODY])
+    if not received:  # nobody was dropped, or everybody, or nothing is sent
+        assert not dropped or name == "local_only" or dropped == list(EVERYBODY)
+        return
+    [(uploads, found)] = received
+    assert torch.equal(found, counted)
+    algorithm = world.algorithm(name, world.seeded(world.with_batch_norm).double())
+    masked, server = algorithm.server_update(before.shared, before.server, uploads.masked(counted))
+    assert world.distance(masked, after.shared) < 1e-12
+    assert world.distance(server, after.server) < 1e-12
+
+
+def test_masking_everybody_changes_nothing(monkeypatch):
+    received = []
+
+    class Spied(glocal.FedAvg):
+        def server_update(self, shared, server, uploads):
+            received.append(uploads)
+            return super().server_update(shared, server, uploads)
+
+    before, _, _ = one_round(Spied, broken=EVERYBODY)
+    nobody = received[0].masked(torch.zeros(len(EVERYBODY), dtype=torch.bool))
+    for name in world.NAMES:
+        algorithm = world.algorithm(name, world.seeded(world.with_batch_norm).double())
+        shared = trees.pick(
+            before.shared, algorithm.upload_like(algorithm.init(before.shared).shared)
+        )
+        own = replace(nobody, messages=trees.pick(nobody.messages, shared))
+        assert world.distance(algorithm.server_update(shared, {}, own)[0], shared) == 0
