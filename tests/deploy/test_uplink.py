@@ -12,6 +12,7 @@ from glocal.core.trees import same_bits
 from glocal.deploy.client import RunClient
 from glocal.deploy.flower.records import from_record
 from glocal.deploy.project import Project
+from glocal.deploy.registry import revoke
 from glocal.deploy.server import RunServer
 from glocal.evaluate.privacy import epsilon
 from glocal.wire import Wire, pack, unpack
@@ -180,6 +181,50 @@ def test_private_state_of_another_algorithm_says_which_setting_differs(tmp_path)
     reason = r"another algorithm \(optimizer.lr 0.1\) than this one \(optimizer.lr 0.2\)"
     with pytest.raises(InputError, match=reason):
         file.load()
+
+
+def test_a_client_whose_training_diverges_is_left_out_as_in_the_simulator(tmp_path):
+    """It says so itself, and keeps its private state; the server is sent nothing."""
+    folder = deployed.project(tmp_path / "here", plan='uplink = ["top_k(0.5)"]')
+    deployed.change(folder / "federation.py", "    return x, (x[:, 0]", TOO_LARGE)
+    deployed.copy_to_clients(folder)
+    grid, left = deployed.InProcessGrid(folder), []
+    grid.tamper = lambda client, message, reply: left.append((client, message, reply)) or reply
+    server, progress = run_here(folder, grid), simulated_run(folder)
+    assert progress.dropped == ({1: 3},)
+    state = progress.states[0].group()
+    assert same_bits(server.shared, state.shared)
+    for client in range(4):
+        stored = private_of(folder, client)
+        own = stored.before if client == 1 else stored.after
+        assert same_bits(own, state.private.of(client))
+    for row in read_rows(server.folder / "rows.jsonl"):
+        assert [*row["dropped"]] == ["client-1"]
+        reason = row["dropped"]["client-1"]
+        assert "holds NaN or infinity" in reason or "loss is not finite" in reason
+    for client, message, reply in left:
+        if client == 1 and message.metadata.message_type == "train":
+            assert "tree" not in reply.content
+
+
+TOO_LARGE = """    x = x * 1e30 if client == 1 else x
+    return x, (x[:, 0]"""
+
+
+def test_a_client_that_leaves_for_good_still_counts_in_the_mean_of_all(tmp_path):
+    """MTL's shared tree is the mean over all clients: the last model of a revoked one is in it."""
+    folder = deployed.project(tmp_path / "here", algorithm="mtl", rounds=2)
+    run_here(folder)
+    revoke(folder, "client-3")
+    deployed.change(folder / "study.toml", "rounds = 2", "rounds = 4")
+    server = run_here(folder)
+    assert [row["clients"] for row in read_rows(server.folder / "rows.jsonl")][3] == [
+        "client-0",
+        "client-1",
+        "client-2",
+    ]
+    state = with_availability(folder, {2: [3], 3: [3]})
+    assert same_bits(server.shared, state.shared)
 
 
 REMEMBERING = """

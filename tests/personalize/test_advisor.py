@@ -413,7 +413,7 @@ def test_an_algorithm_with_private_parts_is_refused():
 
 def test_training_that_diverged_gives_no_advice():
     data, plan = federation(own_labels=True), Plan(3, 4)
-    with pytest.raises(InputError, match="training diverged in round .*; lower the learning rate"):
+    with pytest.raises(InputError, match=r"training diverged in round .*; lower the learning rate"):
         advise(fedavg(glocal.SGD(1e30)), data, plan, config=QUICK)
 
 

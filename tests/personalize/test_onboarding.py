@@ -417,7 +417,7 @@ def test_join_measures_every_method_and_does_not_change_the_run(saved, tmp_path,
     methods = [(row["method"], row["labels"]) for row in written["rows"]]
     assert methods == without_labels + with_five + with_all
     assert written["experiment"] == "LG"
-    assert all(0 <= row["accuracy"] <= 1 for row in written["rows"])
+    assert all(0 <= row["figure"] <= 1 for row in written["rows"])
     assert "in the rounds" in capsys.readouterr().out
     page = (saved / "joined" / "ward-7" / "report.html").read_text()
     assert "labelled examples of the new client" in page
@@ -444,7 +444,7 @@ def test_a_client_without_any_label_gets_predictions(saved, tmp_path):
     lines = (saved / "joined" / "blind" / "predictions.csv").read_text().splitlines()
     assert len(lines) == 61
     written = json.loads((saved / "joined" / "blind" / "join.json").read_text())
-    assert written["rows"][0]["accuracy"] is None
+    assert written["rows"][0]["figure"] is None
 
 
 def test_a_client_without_training_labels_can_be_tested(saved, tmp_path):
@@ -455,7 +455,7 @@ def test_a_client_without_training_labels_can_be_tested(saved, tmp_path):
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "tested") == 0
     rows = json.loads((saved / "joined" / "tested" / "join.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["everyone", "confident", "nearest"]
-    assert all(row["accuracy"] is not None for row in rows)
+    assert all(row["figure"] is not None for row in rows)
 
 
 def test_arrays_of_any_order_and_layout_are_read(saved, tmp_path):
@@ -511,7 +511,7 @@ def test_a_client_with_one_class_and_one_example_joins(saved, tmp_path):
     assert run("join", saved, *options, "--rounds", "0") == 0
     written = json.loads((saved / "joined" / "threes" / "join.json").read_text())
     assert written["new_client"]["classes"] == [3]
-    assert written["rows"][-2]["accuracy"] == 1.0
+    assert written["rows"][-2]["figure"] == 1.0
 
 
 WRONG = {

@@ -16,6 +16,7 @@ import pytest
 from glocal.core.errors import InputError
 from glocal.core.files import FORMAT
 from glocal.report import draw_classes, write_report
+from glocal.studies.metric_format import ACCURACY, MetricFormat
 from glocal.studies.run import experiment_folder
 from tests.support.outline import Outline
 
@@ -37,7 +38,9 @@ def ledger(rounds: int) -> dict[str, dict[str, int]]:
     return {part: {"parameters": count, "bytes": 4 * count} for part, count in amounts.items()}
 
 
-def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
+def result(
+    seed: int, quality: float, rounds: int, metric: MetricFormat = ACCURACY
+) -> dict[str, Any]:
     clients = [
         {
             "client": client,
@@ -51,7 +54,11 @@ def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
     ]
     spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
     ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
+    about = {"higher_is_better": metric.higher_is_better, "is_fraction": metric.is_fraction}
+    tests = {"local_test": spread, "new_test": ways["logits"], "validation": spread}
     figures = {
+        "metric": metric.name,
+        "metrics": {metric.name: {**about, **tests}},
         "local_test": spread,
         "new_test": ways,
         "validation": spread,
@@ -88,7 +95,13 @@ def write(path: Path, data: object) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path:
+def fake_run(
+    folder: Path,
+    *names: str,
+    seeds: int = 2,
+    rounds: int = 6,
+    metric: MetricFormat = ACCURACY,
+) -> Path:
     """A finished run of LG-FedAvg experiments, each a little better than the one before."""
     experiments = {name: {"algorithm": "lg_fedavg"} for name in names}
     plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
@@ -103,12 +116,13 @@ def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path
         },
     )
     counts = (np.arange(CLIENTS * CLASSES).reshape(CLIENTS, CLASSES) % 3).tolist()
-    write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})
+    about = {"classes": CLASSES, "train": counts, "test": counts, "metrics": [metric._asdict()]}
+    write(folder / "federation.json", about)
     for place, name in enumerate(names):
         home, quality = experiment_folder(folder, name), 0.7 + 0.05 * place
         write(
             home / "result.json",
-            [result(seed, quality + seed / 100, rounds) for seed in range(seeds)],
+            [result(seed, quality + seed / 100, rounds, metric) for seed in range(seeds)],
         )
         lines = [json.dumps(row) + "\n" for row in rows(seeds, rounds, quality)]
         (home / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -199,6 +213,50 @@ def test_the_table_gives_mean_and_deviation_and_marks_the_best(tmp_path: Path) -
     assert "<td>2.04e3</td>" in page
 
 
+RMSE = MetricFormat("rmse", higher_is_better=False)
+
+
+def test_a_metric_that_is_no_fraction_is_shown_by_its_name_without_per_cent(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "better", "worse", metric=RMSE))
+    for words in (
+        "Local Test: rmse",
+        "Validation rmse by round",
+        "Validation rmse by bytes sent",
+        "validation rmse",
+        "Lower is better.",
+        "the rmse of its own model",
+        "<td>0.71</td>",
+    ):
+        assert words in page, words
+    assert "ccuracy" not in page
+    assert "Local Test, %" not in page
+
+
+def test_the_best_of_an_error_is_the_lowest(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "better", "worse", metric=RMSE))
+    assert "<td><strong>0.705 ± 0.0071</strong></td>" in page
+    assert "<td>0.755 ± 0.0071</td>" in page
+
+
+def test_an_unfinished_run_knows_its_metric(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg", metric=RMSE)
+    (experiment_folder(folder, "FedAvg") / "result.json").unlink()
+    assert "Validation rmse by round" in page_of(folder)
+
+
+def test_rows_show_the_metric_that_rounds_are_selected_by(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg")
+    path = folder / "settings.json"
+    write(path, {**json.loads(path.read_text()), "run": {"select": "max auroc"}})
+    results = json.loads((experiment_folder(folder, "FedAvg") / "result.json").read_text())
+    metrics = results[0]["metrics"]
+    change_results(folder, "FedAvg", metrics={**metrics, "auroc": metrics["accuracy"]})
+    page = page_of(folder)
+    assert "Validation auroc by round" in page
+    assert "best on validation data, by auroc" in page
+    assert "Local Test: accuracy, %" in page
+
+
 def test_the_summary_works_out_what_is_shared(tmp_path: Path) -> None:
     page = page_of(fake_run(tmp_path, "LG", "LG again"))
     assert f"Shared in LG, LG again: {SHARED} of {SHARED + LOCAL} parameters (30 %)." in page
@@ -219,7 +277,10 @@ def test_without_test_data_the_table_has_dashes(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
     client = {"client": 0, "train": 30, "val": 0, "test": 0, "times_sampled": 1, "local_test": None}
     nothing = {"mean": None, "worst_tenth": None, "pooled": None}
-    change_results(folder, "FedAvg", local_test=nothing, new_test=None, clients=[client])
+    about = {"higher_is_better": True, "is_fraction": True}
+    metrics = {"accuracy": {**about, "local_test": nothing, "new_test": None}}
+    tested = {"local_test": nothing, "new_test": None, "metrics": metrics}
+    change_results(folder, "FedAvg", **tested, clients=[client])
     page = page_of(folder)
     assert page.count("<td>–</td>") == 6
     assert "Local Test over clients" not in page

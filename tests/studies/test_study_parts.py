@@ -393,7 +393,8 @@ def audit(**changes):
     first = {"joint": 0.52, "own": 0.61, "pooled": 0.62, "strong": 0.63, "validation": {}}
     second = {"joint": 0.54, "own": None, "pooled": 0.7, "strong": 0.6, "validation": {}}
     return {
-        "accuracy": 0.84,
+        "metric": "accuracy",
+        "figure": 0.84,
         "auc": 0.88,
         "attributes": [first, {**second, **changes}],
         "validation": {"auc": 0.87, "leak": 0.66},
@@ -438,7 +439,8 @@ def test_an_audit_without_an_adversary_has_none():
     )
     path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-lr-0-1/result.json"
     blind = {
-        "accuracy": 0.84,
+        "metric": "accuracy",
+        "figure": 0.84,
         "auc": None,
         "attributes": [dict.fromkeys(("joint", "own", "pooled", "strong"))],
         "validation": dict.fromkeys(("auc", "leak")),

@@ -32,7 +32,13 @@ from glocal.evaluate.text_baselines import baselines
 from glocal.studies.build import build_components
 from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.run import read_results, run_study
-from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
+from glocal.studies.settings import (
+    OptimizerSettings,
+    PlanSettings,
+    RunSettings,
+    Settings,
+    from_dict,
+)
 from tests.support import world
 from tests.support.diaries import SECRET, diary, maps
 from tests.support.real_data import needs_data
@@ -309,20 +315,37 @@ def test_bags_of_words_tell_what_the_words_say_and_cope_with_one_class_people(tm
     assert after["Majority per person"].accuracy < 1.0
 
 
+def validated(seed, pooled):
+    """A result whose accuracy and loss on validation data are the same number."""
+    metrics = {
+        name: {
+            "higher_is_better": name == "accuracy",
+            "is_fraction": name == "accuracy",
+            "validation": {"pooled": pooled},
+        }
+        for name in ("accuracy", "loss")
+    }
+    return {"seed": seed, "metric": "accuracy", "metrics": metrics}
+
+
+def chosen(results, settings):
+    best = best_restarts(results, settings)
+    return [(result["seed"], result["restart"], result["index"]) for result in best]
+
+
 def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts():
     runs = restarts_of(PlanSettings(seed=3, seeds=2, restarts=3))
     assert [run.data_seed for run in runs] == [3, 4, 3, 4, 3, 4]
     assert len({run.seed for run in runs}) == 6
     results = [
-        {"seed": run.seed, "validation": {"pooled": pooled}}
+        validated(run.seed, pooled)
         for run, pooled in zip(runs, (0.1, None, 0.3, 0.2, 0.3, 0.1), strict=True)
     ]
-    chosen = best_restarts(results, PlanSettings(seed=3, seeds=2, restarts=3))
-    assert [(result["seed"], result["restart"], result["index"]) for result in chosen] == [
-        (3, 1, 2),
-        (4, 1, 3),
-    ]
-    assert best_restarts(results, PlanSettings()) == results
+    several = Settings(plan=PlanSettings(seed=3, seeds=2, restarts=3))
+    assert chosen(results, several) == [(3, 1, 2), (4, 1, 3)]
+    by_loss = replace(several, run=RunSettings(select="min loss"))
+    assert chosen(results, by_loss) == [(3, 0, 0), (4, 2, 5)]
+    assert best_restarts(results, Settings()) == results
     with pytest.raises(InputError, match=r"plan.restarts is 0; a whole number from 1 to"):
         restarts_of(PlanSettings(restarts=0))
 

@@ -79,8 +79,9 @@ class Uploads:
 
     @property
     def participation(self) -> float | Tensor:
-        """The fraction of all clients whose uploads count."""
-        return self.num_sampled / self.num_clients
+        """The fraction of all clients whose uploads count, in float64."""
+        sampled = self.num_sampled
+        return (sampled.double() if isinstance(sampled, Tensor) else sampled) / self.num_clients
 
     @property
     def weights(self) -> Tensor:

@@ -8,7 +8,7 @@ replaced: they read the mask of real rows, or the key of the step, from buffers 
 import copy
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,14 +75,21 @@ def training_forward(model: nn.Module, adapt: Adapt | None = None) -> Forward:
     return forward
 
 
+class Tap(NamedTuple):
+    """Where a model's representation is read: the output of a module, or the input of one."""
+
+    layer: str
+    is_input: bool = False
+
+
 def forward_with_features(
-    model: nn.Module, layer: str, hook: FeatureHook | None = None, adapt: Adapt | None = None
+    model: nn.Module, tap: Tap | str, hook: FeatureHook | None = None, adapt: Adapt | None = None
 ) -> ForwardWithFeatures:
-    """As `training_forward`, and returns the output of the module `layer`, the representation.
+    """As `training_forward`, and returns the representation; a name is that of a module's output.
 
     The layers after it see hook(representation), if there is a hook.
     """
-    call = _functional_with_features(model, nn.Module.train, layer, hook, adapt)
+    call = _functional_with_features(model, nn.Module.train, tap, hook, adapt)
     buffers = _buffer_names(model)
 
     def forward(
@@ -94,9 +101,9 @@ def forward_with_features(
     return forward
 
 
-def feature_extractor(model: nn.Module, layer: str, adapt: Adapt | None = None) -> Predictor:
+def feature_extractor(model: nn.Module, tap: Tap | str, adapt: Adapt | None = None) -> Predictor:
     """(params, x, mask) -> representation (rows, ...), as in `model.eval()`."""
-    call = _functional_with_features(model, nn.Module.eval, layer, None, adapt)
+    call = _functional_with_features(model, nn.Module.eval, tap, None, adapt)
 
     def represent(params: Params, x: Values, mask: Tensor) -> Tensor:
         return call(params, x, mask, _unused_key(mask))[1]
@@ -132,23 +139,35 @@ def _functional(model: nn.Module, mode: _Mode, adapt: Adapt | None) -> Forward:
 
 
 def _functional_with_features(
-    model: nn.Module, mode: _Mode, layer: str, hook: FeatureHook | None, adapt: Adapt | None
+    model: nn.Module,
+    mode: _Mode,
+    tap: Tap | str,
+    hook: FeatureHook | None,
+    adapt: Adapt | None,
 ) -> ForwardWithFeatures:
-    """The same with the output of one module, at whatever depth it is."""
+    """The same with what goes into or comes out of one module, at whatever depth it is."""
+    tap = Tap(tap) if isinstance(tap, str) else tap
     known = [name for name, _ in model.named_modules() if name]
-    if layer not in known:
+    if tap.layer not in known:
         raise InputError(
-            f"model: there is no module '{layer}' to take the representation from; "
-            f"{suggest_name(layer, known)}"
+            f"model: there is no module '{tap.layer}' to take the representation from; "
+            f"{suggest_name(tap.layer, known)}"
         )
     skeleton = _in_mode(model, mode)
     recorded: list[Tensor] = []
 
-    def record(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    def record_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         recorded[:] = [output]
         return hook(output) if hook else output
 
-    skeleton.get_submodule(layer).register_forward_hook(record)
+    def record_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        recorded[:] = [inputs[0]]
+        return (hook(inputs[0]), *inputs[1:]) if hook else inputs
+
+    if tap.is_input:
+        skeleton.get_submodule(tap.layer).register_forward_pre_hook(record_input)
+    else:
+        skeleton.get_submodule(tap.layer).register_forward_hook(record_output)
     # The record is read inside the lock of the call: another thread's call would overwrite it.
     call = _functional_call(model, skeleton, adapt, lambda: recorded.pop())
 

@@ -15,8 +15,11 @@ from glocal.core.metric import Metric
 from glocal.core.metric_library import MetricLike, find_metric
 from glocal.core.modules import (
     Adapt,
+    ForwardWithFeatures,
     Predictor,
+    Tap,
     feature_extractor,
+    forward_with_features,
     params_of,
     predictor,
     training_forward,
@@ -155,6 +158,17 @@ class Task:
         """A copy of all tensors that are not frozen, those of a pretext's network included."""
         own = params_of(self.model)
         return own if self.pretext is None else {**own, **self.pretext.params()}
+
+    @cached_property
+    def with_features(self) -> ForwardWithFeatures:
+        """(params, x, mask, key) -> (output, input of the head, buffers), as in `model.train()`."""
+        tap = Tap(self.head_name, is_input=True)
+        return forward_with_features(self.model, tap, adapt=self.forward)
+
+    @cached_property
+    def represent(self) -> Predictor:
+        """(params, x, mask) -> input of the head (rows, ...), as in `model.eval()`."""
+        return feature_extractor(self.model, Tap(self.head_name, is_input=True), self.forward)
 
     @cached_property
     def predict(self) -> Predictor:

@@ -164,8 +164,10 @@ class RunClient:
         _require_finite(reply)
         before, after = instructions.last_included, instructions.round_index
         file.save(PrivateState(private, before, reply.private, after, received))
-        sums = {name: [float(part) for part in pair] for name, pair in reply.metrics.items()}
-        metrics: Json = sums if self.settings.share_metrics else {}
+        metrics: Json = {}
+        if self.settings.share_metrics:
+            for name, (total, weight) in reply.metrics.items():
+                metrics[name] = [float(total), float(weight)]
         note = {"note": odd} if odd else {}
         sent = {
             "bytes": trees.nbytes(reply.payload),

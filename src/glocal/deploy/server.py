@@ -33,7 +33,7 @@ from glocal.wire import Schema, WireError
 class RunServer:
     """One run of a project. `state` is on disk after every round, all else is lost with a crash.
 
-    `sampled` maps the nodes that have work now to client numbers, and `round` is what they were
+    `sampled` maps the nodes that have work now to client numbers, and `current` has what they were
     sent.
     """
 
@@ -43,7 +43,7 @@ class RunServer:
     clients: RunClients = field(init=False)
     files: RunFiles = field(init=False)
     state: ServerState = field(init=False)
-    round: ServerRound = field(init=False)
+    current: ServerRound = field(init=False)
     sampled: dict[int, int] = field(default_factory=dict)
     round_started: float = 0.0
 
@@ -152,7 +152,7 @@ class RunServer:
             return
         own = {node: client for node, client in self.sampled.items() if node in replies}
         adapted = [client for node, client in own.items() if not replies[node].fault]
-        message = next(iter(self.round.sent.values()))
+        message = next(iter(self.current.sent.values()))
         ledger = self.state.ledger.add_warm_start(message, len(own))
         self.state = replace(self.state, adapted=(*self.state.adapted, *adapted), ledger=ledger)
         self.files.save(self.state, self.setup)
@@ -191,12 +191,12 @@ class RunServer:
     def aggregate_train(self, replies: Mapping[int, Reply]) -> Json:
         """Check all replies, collect the valid ones in the order of clients, save the round."""
         valid, dropped = self._check_replies(replies)
-        collected = self.round.collect(valid)
+        collected = self.current.collect(valid)
         dropped |= collected.dropped
         if not collected.clients:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self._by_name(dropped).items())
             raise InputError(
-                f"run: round {self.round_index + 1} has no valid reply ({reasons}); correct this"
+                f"run: round {self.round_index + 1} has no valid reply "
+                f"({self._describe(dropped)}); correct this"
             )
         return self._end_round(collected, replies, dropped)
 
@@ -211,12 +211,13 @@ class RunServer:
             else:
                 num_examples[client] = reply.num_examples
         if mean is None:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self._by_name(dropped).items())
+            reasons = self._describe(dropped)
             raise InputError(
                 f"run: round {self.round_index + 1} could not be unmasked (too few stayed until "
-                f"the end: {reasons}); make sure that the clients stay connected"
+                f"the end{f': {reasons}' if reasons else ''}); "
+                "make sure that the clients stay connected"
             )
-        return self._end_round(self.round.collect_mean(mean, num_examples), replies, dropped)
+        return self._end_round(self.current.collect_mean(mean, num_examples), replies, dropped)
 
     def _check_replies(
         self, replies: Mapping[int, Reply]
@@ -305,7 +306,7 @@ class RunServer:
 
     def aggregate_evaluate(self, replies: Mapping[int, Reply]) -> Json:
         """Save each client's metrics, where its owner shares them, and their means."""
-        task, sent = self.setup.task, [*self.round.sent.values()]
+        task, sent = self.setup.task, [*self.current.sent.values()]
         ledger = self.state.ledger.add_evaluation(sent[0], len(sent))
         self.state = replace(self.state, ledger=ledger)
         self.files.save(self.state, self.setup)
@@ -349,10 +350,10 @@ class RunServer:
         replica = replica_of(self.setup, self.project.plan, len(members))
         numbers = sorted(clients.values())
         self.sampled = clients
-        self.round = ServerRound.begin(replica, self.state.training, self.round_index, numbers)
+        self.current = ServerRound.begin(replica, self.state.training, self.round_index, numbers)
         requests = {}
         for node, client in clients.items():
-            requests[node] = Request(self._instructions(client), self.round.sent[client])
+            requests[node] = Request(self._instructions(client), self.current.sent[client])
         return requests
 
     def _instructions(self, client: int) -> Instructions:
@@ -382,6 +383,9 @@ class RunServer:
 
     def _by_name(self, reasons: Mapping[int, str]) -> dict[str, str]:
         return {self.clients.name_of(client): reason for client, reason in reasons.items()}
+
+    def _describe(self, reasons: Mapping[int, str]) -> str:
+        return "; ".join(f"{name}: {reason}" for name, reason in self._by_name(reasons).items())
 
     def _present_names(self) -> list[str]:
         return self.clients.names_of(self.clients.present().values())

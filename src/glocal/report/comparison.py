@@ -253,8 +253,7 @@ def changes_of(findings: Findings, part: str) -> list[str]:
     changes: list[str] = []
     for table in _COMPARED_TABLES:
         for key, value in run.get(table, {}).items():
-            # nothing else under "run" changes a result
-            ignored = table == "run" and key not in ("select", "precision", "validate_every")
+            ignored = table == "run" and key not in _DECIDING
             if ignored or key in unused or value == planned.get(table, {}).get(key):
                 continue
             changes.append(f"{table}.{key} = {value}")
@@ -269,9 +268,19 @@ def changes_of(findings: Findings, part: str) -> list[str]:
     return changes
 
 
+# nothing else under "run" changes a result
+_DECIDING = (
+    "select",
+    "precision",
+    "validate_every",
+    "validate_clients",
+    "tests",
+    "new_test_members",
+)
 _COMPARED_TABLES = (
     "data",
     "model",
+    "task",
     "split",
     "optimizer",
     "plan",

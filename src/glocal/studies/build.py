@@ -178,13 +178,13 @@ def build_task(
     own, more = settings.task, dict[str, Any]()
     if own.metrics is not None:
         more["metrics"] = own.metrics
-    elif questions is not None:
+    elif questions is not None and ":" not in own.kind:
         more["metrics"] = VQA_ACCURACY
     if ":" in own.kind:
         task = _user_task(own.kind, model)
     else:
         task = _pick(own.kind, _TASKS, "task.kind")(model, **more)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = more if ":" in own.kind else {}
     augment = _augmentation(settings.data, federation)
     if augment is not None:
         changes["augment"] = augment
@@ -435,7 +435,8 @@ def build_algorithm(
     if split is not None:
         named = {"local": split.local, "shared": split.shared}
         arguments |= {name: side for name, side in named.items() if side is not None}
-    if settings.plan.aggregation is not None and "aggregation" in names:
+    if settings.plan.aggregation is not None:
+        _require_aggregation(experiment, names)
         arguments["aggregation"] = parse_aggregation(settings.plan.aggregation, "plan.aggregation")
     hyperparameters = _hyperparameters(experiment, names)
     algorithm = call_user_function(
@@ -449,15 +450,25 @@ def build_algorithm(
     return algorithm
 
 
+def _require_aggregation(experiment: ExperimentSettings, names: Collection[str]) -> None:
+    """Refuse plan.aggregation for a function of the user's that nobody could pass it to."""
+    if "aggregation" not in names:
+        raise InputError(
+            f"settings: plan.aggregation is given, and {experiment.algorithm} has no parameter "
+            "'aggregation'; add one, or leave plan.aggregation out"
+        )
+
+
 def _algorithm_maker(name: str) -> Callable[..., object]:
     """What makes an algorithm of a task and settings: its class, or a function of the user's."""
     return import_function(name, "algorithm") if ":" in name else find_algorithm(name)
 
 
 def _settings_of(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a maker, without the task and the optimizer."""
-    parameters = inspect.signature(make).parameters.values()
-    return {each.name: each for each in list(parameters)[1:] if each.name != "optimizer"}
+    """The named parameters of a maker, without the task and the optimizer."""
+    parameters = list(inspect.signature(make).parameters.values())[1:]
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return {each.name: each for each in named if each.name != "optimizer"}
 
 
 def _split_settings(
