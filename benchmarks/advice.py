@@ -14,11 +14,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from glocal.federate.fitting import Case, fit_case, warm_start_params
+
 from benchmarks.machine import command, describe
 from glocal.algorithms import lg_fedavg
 from glocal.core.sampling import Plan
 from glocal.datasets.fetch import no_progress
-from glocal.federate.fitting import Case, fit_case, warm_start_params
 from glocal.federate.result import Result
 from glocal.personalize.advisor import Advice, AdvisorConfig, advise
 from glocal.personalize.advisor.candidates import make_candidates

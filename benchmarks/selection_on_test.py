@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from glocal.federate.fitting import Case, move_to_device, warm_start_params
 
 from glocal.core.modules import predictor
 from glocal.core.trees import Params
 from glocal.datasets.fetch import no_progress
 from glocal.engines import Executor
 from glocal.evaluate import Evaluator, local_tests
-from glocal.federate.fitting import Case, move_to_device, warm_start_params
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.build import build_algorithm, build_components
 from glocal.studies.registry import find_study

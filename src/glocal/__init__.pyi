@@ -26,9 +26,9 @@ from glocal.core.errors import GlocalWarning as GlocalWarning
 from glocal.core.errors import InputError as InputError
 from glocal.core.metric import Metric as Metric
 from glocal.core.modules import params_of as params_of
+from glocal.core.optimizers import SGD as SGD
 from glocal.core.optimizers import Adam as Adam
 from glocal.core.optimizers import AdamW as AdamW
-from glocal.core.optimizers import SGD as SGD
 from glocal.core.optimizers import StepLR as StepLR
 from glocal.core.sampling import Availability as Availability
 from glocal.core.sampling import Plan as Plan

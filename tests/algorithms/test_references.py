@@ -4,7 +4,6 @@ Every loop keeps plain modules and trains one client after the other, as a reade
 would. Both sides get the same batches in the same order; three rounds, in float64.
 """
 
-import copy
 from dataclasses import replace
 
 import numpy as np

@@ -203,9 +203,7 @@ def gap(left, right, num_clients=NUM_CLIENTS):
         distance(left.private[0].of(client), right.private[0].of(client))
         for client in range(num_clients)
     ]
-    return max(
-        distance(left.shared, right.shared), distance(left.server, right.server), *private
-    )
+    return max(distance(left.shared, right.shared), distance(left.server, right.server), *private)
 
 
 def same_bits(left, right, num_clients=NUM_CLIENTS):

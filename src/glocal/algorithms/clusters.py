@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from glocal.algorithms.contract import Algorithm, Message, Uploads, require_numbers
-from glocal.core import random, trees
+from glocal.core import random
 from glocal.core.bounds import MAX_SEEDS, require_count
 from glocal.core.trees import Params
 from glocal.wire.codec import name_address

@@ -12,9 +12,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 import torch
 from torch import Tensor
 
-from glocal.core import trees
 from glocal.core.errors import InputError, describe_value
-from glocal.core.optimizers import Optimizer
 from glocal.core.spec import Spec, spec_of
 from glocal.core.task import Task
 from glocal.core.torch_optimizers import as_optimizer
@@ -144,7 +142,9 @@ class Algorithm(_FrozenDataclass):
     optimizer: Any  # an Optimizer; torch's are translated
     aggregation: Aggregation = Mean()
 
-    word: ClassVar[str] = ""  # in TOML and on the command line; by default the name in small letters
+    word: ClassVar[str] = (
+        ""  # in TOML and on the command line; by default the name in small letters
+    )
     adapt_before_evaluation: ClassVar[bool] = False
     takes_new_clients: ClassVar[bool] = True
 

@@ -46,7 +46,6 @@ class Ditto(Algorithm):
         kept = trees.with_prefix(_OWN, trained.params)
         return Update(change(message, message), kept, {"loss": trained.loss})
 
-
     def personal(self, shared: Params, private: Params) -> Params:
         """The client's own model."""
         return trees.under_prefix(_OWN, private)

@@ -56,7 +56,9 @@ class FedAvgM(FedAvg):
         moved, momentum = uploads.aggregate(), trees.under_prefix(_MOMENTUM, server)
         after = {name: self.add_momentum(tensor, moved[name]) for name, tensor in momentum.items()}
         second = self.second_moments(trees.under_prefix(_SECOND, server), moved)
-        steps = {name: self.server_lr * self.scaled(m, second.get(name)) for name, m in after.items()}
+        steps = {
+            name: self.server_lr * self.scaled(m, second.get(name)) for name, m in after.items()
+        }
         state = trees.with_prefix(_MOMENTUM, after) | trees.with_prefix(_SECOND, second)
         return add_change(shared, {**moved, **steps}), state
 

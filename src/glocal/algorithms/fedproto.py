@@ -58,7 +58,9 @@ class FedProto(Algorithm):
     def init(self, params: Params) -> State:
         """No class has been seen."""
         like = params[f"{self.task.head_name}.weight"]
-        return State({_PROTOTYPES: torch.zeros_like(like), _SEEN: like.new_zeros(len(like))}, params)
+        return State(
+            {_PROTOTYPES: torch.zeros_like(like), _SEEN: like.new_zeros(len(like))}, params
+        )
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Training towards the prototypes; then the client's own sums are taken."""

@@ -5,13 +5,7 @@ client's model, and moves each centre to the mean of its members. A client witho
 starts from the mean of all of them.
 """
 
-import torch
-
-from glocal.algorithms.clusters import mean_of_members, number_of_clusters, perturbed_copies, select
-from glocal.algorithms.contract import Algorithm, Message, State, Update, Uploads, add_change, change
-from glocal.core import trees
-from glocal.core.training import Work, local_train
-from glocal.core.trees import Params
+from glocal.algorithms.contract import Algorithm
 
 _CLUSTER = "cluster"
 

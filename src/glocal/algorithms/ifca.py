@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from glocal.algorithms.clusters import mean_of_members, number_of_clusters, perturbed_copies, select
-from glocal.algorithms.contract import Algorithm, Message, State, Update, Uploads, add_change, change
+from glocal.algorithms.contract import (
+    Algorithm,
+    Message,
+    State,
+    Update,
+    Uploads,
+    add_change,
+    change,
+)
 from glocal.core import trees
 from glocal.core.training import Work, local_train, masked_mean, own_rows
 from glocal.core.trees import Params

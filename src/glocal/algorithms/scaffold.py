@@ -56,7 +56,10 @@ class Scaffold(FedAvg):
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Corrected training; the changes of weights and of the control variate are sent."""
-        model, control = trees.without_prefix(_CONTROL, message), trees.under_prefix(_CONTROL, message)
+        model, control = (
+            trees.without_prefix(_CONTROL, message),
+            trees.under_prefix(_CONTROL, message),
+        )
         local, own = trees.without_prefix(_OWN, private), trees.under_prefix(_OWN, private)
         objective = self.objective.plus_linear(trees.subtract(control, own))
         trained = local_train(objective, {**local, **model}, work, self.optimizer)

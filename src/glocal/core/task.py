@@ -325,9 +325,7 @@ def _require_function(name: str, value: object) -> None:
 def _require_head(model: nn.Module, head: object) -> None:
     names = [name for name, _ in model.named_modules() if name]
     if head is not None and head not in names:
-        raise InputError(
-            f"task: head is {describe_value(head)}; {suggest_name(str(head), names)}"
-        )
+        raise InputError(f"task: head is {describe_value(head)}; {suggest_name(str(head), names)}")
 
 
 def _require_names_once(metrics: Sequence[Metric]) -> None:

@@ -286,9 +286,7 @@ class _TrainState(NamedTuple):
     fixed: Params
 
 
-def local_train(
-    objective: Objective, params: Params, work: Work, optimizer: Optimizer
-) -> Trained:
+def local_train(objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> Trained:
     """Train params by all steps of the work: the only place with gradient steps.
 
     The optimizer starts anew. A padded step is the identity: without the guard, momentum would go

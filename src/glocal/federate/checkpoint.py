@@ -210,14 +210,14 @@ class Checkpoint:
         names = progress.named_states()
         indices: dict[Part, Index] = {}
         for part in _parts(names):
-            indices[part] = _index_from_tensor(self._tensor(tensors, f"{part.state}:index:{part.kind}"))
+            indices[part] = _index_from_tensor(
+                self._tensor(tensors, f"{part.state}:index:{part.kind}")
+            )
         rows = self.row_files.read(indices, _tensor_names(self.fresh[0]))
         states = {name: self._state(name, tensors, rows) for name in names}
         return progress.with_states(states), indices
 
-    def _state(
-        self, name: str, tensors: Params, rows: Mapping[Part, Rows]
-    ) -> TrainingState:
+    def _state(self, name: str, tensors: Params, rows: Mapping[Part, Rows]) -> TrainingState:
         """A state; the order of its tensors is that of the fresh one, which no file keeps."""
         fresh = self._fresh(name)
         trees_by_side: dict[str, Params] = {}

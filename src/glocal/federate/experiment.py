@@ -365,9 +365,7 @@ def _require_group_name(name: str, names: Sequence[str]) -> None:
     if not is_plain or name.strip(". ") == "":
         raise InputError(f"groups: {name!r} was given as a name; use a plain word")
     if names.count(name) > 1:
-        raise InputError(
-            f"groups: {names.count(name)} are called '{name}'; give each another name"
-        )
+        raise InputError(f"groups: {names.count(name)} are called '{name}'; give each another name")
 
 
 def _require_same_shared(group: Group, own: Params, first: Group, expected: Params) -> None:

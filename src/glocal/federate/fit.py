@@ -128,7 +128,9 @@ def warm_start_params(algorithm: Algorithm, state: GroupState) -> Params:
         )
     initial = algorithm.personal(state.shared, state.private.initial)
     names = algorithm.task.initial_params()
-    return {name: state.shared.get(name, initial.get(name, tensor)) for name, tensor in names.items()}
+    return {
+        name: state.shared.get(name, initial.get(name, tensor)) for name, tensor in names.items()
+    }
 
 
 def as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
@@ -145,9 +147,7 @@ def as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(range(seeds))
 
 
-def _warm_started(
-    group: Group, start_from: Result, seeds: tuple[int, ...]
-) -> tuple[Group, int]:
+def _warm_started(group: Group, start_from: Result, seeds: tuple[int, ...]) -> tuple[Group, int]:
     """The group with params and traffic of a result, and the round to go on from."""
     if not isinstance(start_from, Result):
         raise InputError(

@@ -53,9 +53,7 @@ def present_models(state: GroupState, phase: Phase | None, first: int, count: in
     return state._replace(private=state.private.only(here))
 
 
-def ledger_at_start(
-    experiment: Experiment, place: int, seed_place: int, local: Params
-) -> Ledger:
+def ledger_at_start(experiment: Experiment, place: int, seed_place: int, local: Params) -> Ledger:
     """A group's traffic before the first round: that of a warm start, and its `local` part.
 
     The local part is sent to clients that do not have it yet: those that were validated before

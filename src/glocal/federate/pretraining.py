@@ -1,6 +1,6 @@
 """Pre-training: each client trains its private part alone before the first round."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from glocal.algorithms.adapt_only import AdaptOnly

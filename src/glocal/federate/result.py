@@ -11,11 +11,18 @@ from torch import nn
 from glocal.algorithms.contract import Algorithm
 from glocal.core import trees
 from glocal.core.errors import InputError, describe_value, suggest_name
-from glocal.core.files import FORMAT, Json, read_json, read_tensors, require_format
-from glocal.core.files import write_json, write_tensors
+from glocal.core.files import (
+    FORMAT,
+    Json,
+    read_json,
+    read_tensors,
+    require_format,
+    write_json,
+    write_tensors,
+)
 from glocal.core.metric import Metric
-from glocal.core.spec import describe_spec, first_difference, spec_of
 from glocal.core.sampling import Plan
+from glocal.core.spec import describe_spec, first_difference, spec_of
 from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
@@ -224,9 +231,7 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     return Result(tuple(results), MetricsTable(rows, tuple(metrics.values())))
 
 
-def metric_rows(
-    result: GroupResult, split: str, figures: Mapping[str, Figures]
-) -> list[MetricRow]:
+def metric_rows(result: GroupResult, split: str, figures: Mapping[str, Figures]) -> list[MetricRow]:
     """The rows of every client with examples of a split."""
     rows: list[MetricRow] = []
     for name, each in figures.items():
@@ -290,9 +295,7 @@ def _from_entry(entry: Json, algorithm: Algorithm, tensors: Params) -> GroupResu
     by_split: dict[str, dict[str, Figures]] = {}
     for split, figures in entry["figures"].items():
         known = {metric.name: metric for metric in algorithm.task.all_metrics}
-        by_split[split] = {
-            name: _figures_from(each, known[name]) for name, each in figures.items()
-        }
+        by_split[split] = {name: _figures_from(each, known[name]) for name, each in figures.items()}
     private = PerClient(tree("initial"), {client: tree(str(client)) for client in entry["stored"]})
     plain = ("group", "selected_round", "sizes", "times_sampled", "times_dropped", "stopped")
     return GroupResult(

@@ -284,7 +284,9 @@ def collect(
         _with_private(state, answered, parts, counted),
         _with_profiles(groups[0].algorithm, state, answered, parts, (uploads, counted)),
     )
-    numbers = [group.first + np.array(part.clients) for group, part in zip(groups, parts, strict=True)]
+    numbers = [
+        group.first + np.array(part.clients) for group, part in zip(groups, parts, strict=True)
+    ]
     return after, RoundReport(round_index, np.concatenate(numbers), counted, metrics, traffic)
 
 
@@ -410,9 +412,7 @@ def _metrics(parts: Sequence[GroupReplies]) -> dict[str, Tensor]:
     return {name: torch.cat([part.metrics[name].mean for part in parts]) for name in names}
 
 
-def _profiles(
-    state: TrainingState, places: Sequence[int], parts: Sequence[GroupReplies]
-) -> Params:
+def _profiles(state: TrainingState, places: Sequence[int], parts: Sequence[GroupReplies]) -> Params:
     """The profiles (clients, ...) of everybody who replied."""
     rows: list[Params] = []
     for place, part in zip(places, parts, strict=True):
@@ -614,9 +614,7 @@ def _stack_metrics(rows: Sequence[Mapping[str, WeightedSum]]) -> dict[str, Weigh
     return stacked
 
 
-def require_counted(
-    finished: Round, seeds: Sequence[int], label: Callable[[int], str]
-) -> None:
+def require_counted(finished: Round, seeds: Sequence[int], label: Callable[[int], str]) -> None:
     """Refuse to go on after a round in which nobody's loss and upload were finite."""
     for seed, (_, report) in zip(seeds, finished, strict=True):
         counted = report.counted.cpu()

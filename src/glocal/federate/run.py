@@ -336,9 +336,7 @@ class Run:
             progress, scores = self._scoring.validate(progress, index)
         tables: list[Json] | None = None
         if index in self._scoring.evaluated_rounds:
-            progress, tables = self._scoring.test_subgroups(
-                progress, index, validated=is_validated
-            )
+            progress, tables = self._scoring.test_subgroups(progress, index, validated=is_validated)
         return progress, self._records(progress, reports, scores, tables)
 
     def _ledgers_after(self, finished: Round) -> tuple[tuple[Ledger, ...], ...]:
@@ -387,7 +385,9 @@ class Run:
                     done=progress.done,
                     rounds=self._placed.plan.rounds,
                     loss=report.mean_loss(members),
-                    clients=tuple(client for client in report.clients.tolist() if client in members),
+                    clients=tuple(
+                        client for client in report.clients.tolist() if client in members
+                    ),
                     dropped=tuple(dropped),
                     ledger=progress.ledgers[seed_place][place],
                     criterion=self._scoring.criterion(place),

@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+
 from glocal.algorithms.contract import Algorithm
 from glocal.core import trees
 from glocal.core.data import ClientData
@@ -255,4 +256,3 @@ def personal_parts(algorithm: Algorithm, state: GroupState) -> tuple[Params, Par
     whole = trees.pick(personal, client_tensors(algorithm.task.model))
     local = {name: tensor for name, tensor in whole.items() if tensor is not state.shared.get(name)}
     return local, whole
-

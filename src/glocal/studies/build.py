@@ -467,7 +467,9 @@ def _algorithm_maker(name: str) -> Callable[..., object]:
 def _settings_of(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """The named parameters of a maker, without the task and the optimizer."""
     parameters = list(inspect.signature(make).parameters.values())[1:]
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    named = [
+        each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     return {each.name: each for each in named if each.name != "optimizer"}
 
 

@@ -6,8 +6,8 @@ from glocal.wire.ledger import Ledger, Traffic
 from glocal.wire.quantize import Int4, Int8
 from glocal.wire.schema import Schema, TensorForm, WireError, gate, require_finite, schema_of
 from glocal.wire.sparse import TopK
-from glocal.wire.words import parse_aggregation, parse_codec
 from glocal.wire.wire import Wire, pack, split_private, unpack
+from glocal.wire.words import parse_aggregation, parse_codec
 
 __all__ = [
     "Aggregation",

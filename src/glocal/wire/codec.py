@@ -249,5 +249,3 @@ def _require_positive(codec: str, name: str, value: object) -> None:
         raise InputError(
             f"codec: {codec} has {name} = {describe_value(value)}; a number above 0 was expected"
         )
-
-

@@ -69,7 +69,9 @@ class Int4:
 
     def encode(self, message: Params, memory: Params, key: Tensor) -> tuple[Params, Params]:
         """Packed levels and a scale for each tensor of floating numbers."""
-        payload = {name: tensor for name, tensor in message.items() if name not in floating(message)}
+        payload = {
+            name: tensor for name, tensor in message.items() if name not in floating(message)
+        }
         for name, tensor in floating(message).items():
             levels, scale = _round(tensor, random.fold_in(key, name_address(name)), 7)
             payload[f"{name}#int4"] = pack_nibbles((levels + 8).to(torch.int64).flatten())

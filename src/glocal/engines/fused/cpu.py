@@ -166,7 +166,9 @@ class FusedCpuTraining:
         if status:
             raise _DeclinedError(_FAILURES.get(status, f"the compiled step returned {status}"))
         count = (order >= 0).sum().to(torch.float32)
-        return Trained(trained, WeightedSum(torch.tensor(job.loss, dtype=torch.float32) * count, count))
+        return Trained(
+            trained, WeightedSum(torch.tensor(job.loss, dtype=torch.float32) * count, count)
+        )
 
 
 def _load() -> _Step:
