@@ -534,7 +534,7 @@ def test_only_its_upload_and_metrics_leave_a_client_and_the_journal_says_so(tmp_
     assert sizes == {0, SIZE}
     sent = [row for row in read_rows(folder / "clients/client-0/journal.jsonl") if "bytes" in row]
     assert [row["tensors"] for row in sent] == [["4.weight", "4.bias", "6.weight", "6.bias"]] * 2
-    assert [row["num_examples"] for row in sent] == [16, 16]
+    assert [row["num_examples"] for row in sent] == [17, 17]
 
 
 def test_the_journal_says_why_a_client_could_not_take_part_and_what_is_odd_about_its_state(
@@ -676,8 +676,8 @@ def test_secure_aggregation_is_plain_averaging_also_when_a_client_drops_out(lost
     grid = deployed.InProcessGrid(folder, tamper)
     server = run_here(folder, grid)
     state = with_availability(folder, {1: [*lost]})
-    assert distance(server.shared, state.shared) <= 1e-3
-    assert same_as(folder, state) <= 1e-3
+    assert distance(server.shared, state.shared) <= 1e-4
+    assert same_as(folder, state) <= 1e-4
     rows = read_rows(server.folder / "rows.jsonl")
     assert [[*row["dropped"]] for row in rows] == [[], [f"client-{client}" for client in lost]]
 

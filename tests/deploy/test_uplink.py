@@ -185,7 +185,8 @@ def test_private_state_of_another_algorithm_says_which_setting_differs(tmp_path)
 
 def test_a_client_whose_training_diverges_is_left_out_as_in_the_simulator(tmp_path):
     """It says so itself, and keeps its private state; the server is sent nothing."""
-    folder = deployed.project(tmp_path / "here", plan='uplink = ["top_k(0.5)"]')
+    plan = 'uplink = ["top_k(0.5)"]'
+    folder = deployed.project(tmp_path / "here", algorithm="apfl", plan=plan)
     deployed.change(folder / "federation.py", "    return x, (x[:, 0]", TOO_LARGE)
     deployed.copy_to_clients(folder)
     grid, left = deployed.InProcessGrid(folder), []
@@ -207,7 +208,7 @@ def test_a_client_whose_training_diverges_is_left_out_as_in_the_simulator(tmp_pa
             assert "tree" not in reply.content
 
 
-TOO_LARGE = """    x = x * 1e30 if client == 1 else x
+TOO_LARGE = """    x = x.clamp(-3, 3) * 1e38 if client == 1 else x
     return x, (x[:, 0]"""
 
 
@@ -279,7 +280,9 @@ def test_an_algorithm_with_a_server_state_and_profiles_gives_the_bits_of_run(tmp
     server = run_here(folder, grid)
     progress = simulated_run(folder)
     require_same_bits(server, folder, progress)
-    assert all(float(tensor.abs().max()) > 0 for tensor in progress.states[0].server.values())
+    velocity = progress.states[0].server
+    still = [name for name, tensor in velocity.items() if not tensor.any()]
+    assert still in ([], ["velocity/0.bias"]), "batch norm takes away what a bias before it does"
     sent = {}
     for client, message in left:
         record = message.content.config_records.get("tree")
@@ -408,7 +411,7 @@ def test_uploads_that_are_clipped_alone_can_be_masked_too(tmp_path):
     folder = secured(deployed.project(tmp_path / "here", rounds=2, plan=MEAN))
     server = run_here(with_privacy(folder, clip_norm=0.05, noise_multiplier=0.0))
     clipped = deployed.project(tmp_path / "clipped", rounds=2, plan=MEAN + CLIP)
-    assert distance(server.shared, simulated_run(clipped).states[0].shared) <= 1e-3
+    assert distance(server.shared, simulated_run(clipped).states[0].shared) <= 1e-4
     assert distance(server.shared, simulated_run(folder).states[0].shared) > 1e-2
 
 
@@ -422,7 +425,7 @@ def test_what_is_masked_is_the_change(tmp_path):
     secured(folder)
     server = run_here(folder)
     assert float(server.shared["6.bias"].max()) > 8
-    assert distance(server.shared, simulated_run(folder).states[0].shared) <= 1e-3
+    assert distance(server.shared, simulated_run(folder).states[0].shared) <= 1e-4
 
 
 LARGE = """    last = nn.Linear(7, 3)

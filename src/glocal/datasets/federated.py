@@ -187,13 +187,15 @@ def train_val_test_split(
     test: float | ClientArrays,
     validation: float | ClientArrays,
     seed: int,
+    first_client: int = 0,
 ) -> FederatedData:
     """The data with a test and a validation part of every client: given, or held out.
 
-    What is held out has the same share of every class, where targets are classes.
+    What is held out has the same share of every class, where targets are classes. The clients are
+    numbered from `first_client`: a real client's own data give the same parts.
     """
-    rest, test_data = _take_part(data, test, seed, "test")
-    train, val = _take_part(rest, validation, seed, "validation")
+    rest, test_data = _take_part(data, test, seed, "test", first_client)
+    train, val = _take_part(rest, validation, seed, "validation", first_client)
     return FederatedData(train, val, test_data)
 
 
@@ -236,7 +238,7 @@ def _subsample(rows: Rows, share: float, seed: int, client: int) -> Rows:
 
 
 def _take_part(
-    data: ClientData, part: float | ClientArrays, seed: int, purpose: str
+    data: ClientData, part: float | ClientArrays, seed: int, purpose: str, first_client: int
 ) -> tuple[ClientData, ClientData]:
     """What remains of every client's examples, and its part for a purpose."""
     if isinstance(part, Sequence | Mapping):
@@ -248,16 +250,13 @@ def _take_part(
             f"data: {purpose} is {describe_value(part)}; "
             "a share from 0 to below 1, or data for every client, was expected"
         )
-    return held_out(data, float(part), seed=seed, purpose=purpose)
+    return _hold_out_by_class(data, float(part), seed, purpose, first_client)
 
 
-def held_out(
-    data: ClientData, share: float, *, seed: int, purpose: str, first_client: int = 0
+def _hold_out_by_class(
+    data: ClientData, share: float, seed: int, purpose: str, first_client: int
 ) -> tuple[ClientData, ClientData]:
-    """The rest of every client's examples, and what is held out, by class where there are any.
-
-    The clients are numbered from `first_client`: a real client's own data give the same parts.
-    """
+    """The rest of every client's examples, and what is held out, by class where there are any."""
     y = data.examples.y
     has_classes = isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point()
     classes = y.cpu().numpy() if has_classes and data.examples.has_targets else None

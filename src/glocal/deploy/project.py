@@ -11,12 +11,12 @@ from types import ModuleType
 
 import torch
 
-from glocal.core.data import ClientData, Examples, concatenate, hold_out
+from glocal.core.data import ClientData, Examples, concatenate
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
-from glocal.datasets.federated import FederatedData
+from glocal.datasets.federated import FederatedData, train_val_test_split
 from glocal.deploy.settings import ClientSettings, DeploymentSettings, read_settings
 from glocal.deploy.setup import TrainingSetup, require_maskable, require_private, uplink_codec
 from glocal.deploy.version import require_current_folder
@@ -153,11 +153,13 @@ class Project:
                 f"data: {address} returned {type(pair).__name__} for client {client}; "
                 "(x, y) was expected"
             )
-        own = concatenate([tuple(pair)])
-        seed, fraction = self.study.plan.seed, self.study.data.validation
-        rest, test = hold_out(own.rows[0], OWN_TEST_FRACTION, seed, "test", client)
-        train, val = hold_out(rest, fraction, seed, "validation", client)
-        return FederatedData(*(ClientData(own.examples, (rows,)) for rows in (train, val, test)))
+        return train_val_test_split(
+            concatenate([tuple(pair)]),
+            test=OWN_TEST_FRACTION,
+            validation=self.study.data.validation,
+            seed=self.study.plan.seed,
+            first_client=client,
+        )
 
 
 def _unload_modules(folder: Path) -> dict[str, ModuleType]:
