@@ -330,7 +330,7 @@ def test_an_edit_of_a_users_model_changes_the_spec():
     assert algorithm(model=own(MODEL, "Own")()).spec == specs[0]
 
 
-# ---- what cannot be told apart
+# ---- what cannot be distinguished
 
 
 class HiddenState:
@@ -349,7 +349,7 @@ class Remembering:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (HiddenState(), "the value is a HiddenState, and two of them cannot be told apart"),
+        (HiddenState(), "the value is a HiddenState, and two of them cannot be distinguished"),
         ({"a": [1, HiddenState()]}, r"a\[1\] is a HiddenState"),
         (partial(closure, HiddenState()), r"\[0\] is a HiddenState"),
         (closure(HiddenState()), "HiddenState"),

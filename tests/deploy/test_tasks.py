@@ -67,12 +67,16 @@ def require_same_metrics(result, folder):
         for key in ("higher_is_better", "is_fraction"):
             assert own[key] == simulated[key]
         for key in ("mean", "worst_tenth", "undefined"):
-            assert own["local_test"][key] == pytest.approx(simulated["local_test"][key], rel=1e-6, abs=1e-6)
+            assert own["local_test"][key] == pytest.approx(
+                simulated["local_test"][key], rel=1e-6, abs=1e-6
+            )
     first = result["metric"]
     for row, simulated in zip(result["clients"], clients, strict=True):
         assert row["test"] == pytest.approx(simulated["local_test"], rel=1e-6, abs=1e-6)
         for name in [*metrics][1:]:
-            assert row["metrics"]["test"][name] == pytest.approx(simulated[name], rel=1e-6, abs=1e-6)
+            assert row["metrics"]["test"][name] == pytest.approx(
+                simulated[name], rel=1e-6, abs=1e-6
+            )
         assert row["test"] == row["metrics"]["test"][first]
         assert row["validation"] == row["metrics"]["validation"].get(first)
 

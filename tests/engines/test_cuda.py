@@ -355,5 +355,5 @@ def test_a_client_with_nan_is_dropped_without_waiting_for_the_gpu(monkeypatch):
     there = last_state(replica, start_there, executor_of(replica, engine="vmapped"))
     assert report.dropped == [2]
     assert world.gap(moved(there.group(), CPU).alone(), state) < EXACT
-    kept = there.private[0].of(2)
-    assert trees.same_bits(kept, start_there.private[0].initial)
+    own = there.private[0].of(2)
+    assert trees.same_bits(own, start_there.private[0].initial)

@@ -594,10 +594,10 @@ def test_a_metric_that_is_undefined_for_everybody_gives_no_advice():
         advice_for(federation(own_labels=True), plan=Plan(2, 2), algorithm=fedavg(metrics=nobody))
 
 
-@pytest.mark.parametrize(("unit", "found"), [(1.0, True), (20.0, False)])
-def test_tolerances_of_a_metric_that_is_no_fraction_are_shares_of_it(unit, found):
+@pytest.mark.parametrize(("unit", "expected"), [(1.0, True), (20.0, False)])
+def test_tolerances_of_a_metric_that_is_no_fraction_are_shares_of_it(unit, expected):
     ahead = np.array([0.1] * 10 + [-0.1] * 20)
     scaled = stage(ahead, noise=0.02)._replace(unit=unit)
-    assert bool(find_groups([scaled], "all shared", np.arange(30))) == found
+    assert bool(find_groups([scaled], "all shared", np.arange(30))) == expected
     behind = stage(np.full(30, -0.15), noise=0.6)._replace(unit=unit)
-    assert (len(search._equally_good([behind], 0.01)) == 2) == (not found)
+    assert (len(search._equally_good([behind], 0.01)) == 2) == (not expected)

@@ -21,14 +21,14 @@ def stub():
 
 def homes():
     """The module in which each public name is defined."""
-    found = {}
+    names = {}
     for part, names in glocal._HOMES.items():
         module = import_module(f"glocal.{part}")
         for name in names:
             thing = getattr(module, name)
             is_defined = inspect.isclass(thing) or inspect.isfunction(thing)
-            found[name] = thing.__module__ if is_defined else module.__name__
-    return found
+            names[name] = thing.__module__ if is_defined else module.__name__
+    return names
 
 
 if __name__ == "__main__":

@@ -201,12 +201,12 @@ def test_where_the_mean_is_all_that_is_known_single_uploads_cannot_be_looked_at(
     mean = reduced(Mean(), messages())
     blind = uploads(messages={}, sent={}, profiles={}, mean=mean)
     assert blind.aggregate() is mean
-    with pytest.raises(InputError, match=r"looks at single uploads .* has their mean"):
+    with pytest.raises(InputError, match=r"needs single uploads .* has their mean"):
         blind.aggregate(lambda upload, sent, profile: upload)
 
 
 def test_a_median_of_what_a_function_makes_of_uploads_is_refused():
-    with pytest.raises(InputError, match=r"looks at single uploads .* has Median\(\)"):
+    with pytest.raises(InputError, match=r"needs single uploads .* has Median\(\)"):
         uploads(Median()).aggregate(lambda upload, sent, profile: upload)
 
 

@@ -197,7 +197,7 @@ def _join_plain_arrays(
             columns[place].append(array)
     if any(len(each) != 1 for each in forms) or len(clients) < _MANY_CLIENTS:
         return None
-    sizes, others = (np.array([len(array) for array in column]) for column in columns)
+    sizes, others = (np.array(list(map(len, column))) for column in columns)
     if not np.array_equal(sizes, others):
         return None
     x, y = np.concatenate(columns[0]), np.concatenate(columns[1])

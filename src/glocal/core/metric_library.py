@@ -219,7 +219,8 @@ def _class_numbers(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
     if not has_classes or targets.shape != expected or targets.is_floating_point():
         raise InputError(
             f"{name}: {_describe(outputs, targets)}; logits (rows, classes, ...) "
-            "and whole class numbers (rows, ...) were expected; for one logit per label choose label_accuracy, f1 or auroc"
+            "and whole class numbers (rows, ...) were expected; "
+            "for one logit per label choose label_accuracy, f1 or auroc"
         )
     return targets.long()
 
@@ -346,12 +347,12 @@ def _from_torchmetrics(metric: Any) -> Metric:
             f"metric: {kind} of torchmetrics has no direction; one metric with higher_is_better "
             "was expected; give glocal.Metric(name, of_client=..., higher_is_better=...)"
         )
-    name = _snake_case(kind)
+    name = _with_underscores(kind)
     of_client = partial(_of_torchmetrics, metric, name)
     return Metric(name, of_client=of_client, higher_is_better=bool(higher_is_better))
 
 
-def _snake_case(name: str) -> str:
+def _with_underscores(name: str) -> str:
     return _WORD_STARTS.sub("_", name).lower()
 
 

@@ -340,9 +340,9 @@ def _without_prefix(prefix: str, tree: Params) -> Params:
 
 
 def _require_rates(rule: "SGD | Adam") -> None:
-    _require("lr", rule.lr, lambda lr: lr > 0, "above 0")
-    _require("weight_decay", rule.weight_decay, lambda decay: decay >= 0, "at least 0")
-    _require("lr_decay", rule.lr_decay, lambda decay: decay >= 0, "at least 0")
+    _require("lr", rule.lr, lambda value: value > 0, "above 0")
+    _require("weight_decay", rule.weight_decay, lambda value: value >= 0, "at least 0")
+    _require("lr_decay", rule.lr_decay, lambda value: value >= 0, "at least 0")
     if rule.lr_schedule is not None and not hasattr(rule.lr_schedule, "factor"):
         raise InputError(
             f"optimizer: lr_schedule is {describe_value(rule.lr_schedule)}; "

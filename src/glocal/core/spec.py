@@ -2,7 +2,7 @@
 
 It is the fingerprint of an algorithm: for resuming, for the check between server and clients, and
 for the report. It is derived by walking dataclass fields, so nobody lists settings by hand. What
-cannot be told apart from another value is refused and never skipped.
+cannot be distinguished from another value is refused and never skipped.
 
 A function of the user's counts with its bytecode, its defaults, and all that it closes over, so
 that a run is not resumed after the function was edited. Bytecode differs between versions of
@@ -60,14 +60,14 @@ def first_difference(before: Spec, after: Spec, path: str = "") -> tuple[str, Sp
     if _is_table(before) and _is_table(after):
         for key in dict.fromkeys([*after, *before]):
             inner = f"{path}.{key}" if path else str(key)
-            found = first_difference(before.get(key), after.get(key), inner)
-            if found:
-                return found
+            difference = first_difference(before.get(key), after.get(key), inner)
+            if difference:
+                return difference
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for place, (old, new) in enumerate(zip(before, after, strict=True)):
-            found = first_difference(old, new, f"{path}[{place}]")
-            if found:
-                return found
+            difference = first_difference(old, new, f"{path}[{place}]")
+            if difference:
+                return difference
     return path, before, after
 
 
@@ -79,8 +79,10 @@ def _is_table(spec: Spec) -> bool:
 def describe_spec(spec: Spec) -> str:
     """A part of a spec in a few words, for messages.
 
-    >>> describe_spec({"float": (0.25).hex()}), describe_spec({"type": "glocal.core.optimizers.SGD"})
-    ('0.25', 'SGD')
+    >>> describe_spec({"float": (0.25).hex()})
+    '0.25'
+    >>> describe_spec({"type": "glocal.core.optimizers.SGD"})
+    'SGD'
     """
     if isinstance(spec, dict):
         if spec.keys() == {"float"}:
@@ -136,7 +138,7 @@ class _Walk:
             return self._dataclass(value, path)
         raise InputError(
             f"spec: {path.lstrip('.') or 'the value'} is a {type(value).__name__}, and two of them "
-            "cannot be told apart; make it a frozen dataclass, so that its settings are known"
+            "cannot be distinguished; make it a frozen dataclass, so that its settings are known"
         )
 
     def _dataclass(self, value: Any, path: str) -> Spec:
@@ -201,13 +203,13 @@ class _Walk:
         for base in kind.__mro__:
             if base is object or _is_library(base) or _is_builtin(base):
                 continue
-            members = {}
-            for name, member in vars(base).items():
-                function = getattr(member, "fget", None) or getattr(member, "func", None) or member
+            digests = {}
+            for name, attribute in vars(base).items():
+                function = getattr(attribute, "fget", None) or getattr(attribute, "func", attribute)
                 function = getattr(function, "__func__", function)
                 if inspect.isfunction(function) and not _is_generated(name, function):
-                    members[name] = _digest(function.__code__)
-            code[_full_name(base)] = members
+                    digests[name] = _digest(function.__code__)
+            code[_full_name(base)] = digests
         return {"code": code} if code else {}
 
 

@@ -40,8 +40,8 @@ class PerClient:
 
     def only(self, clients: set[int]) -> "PerClient":
         """The same without the trees of all other clients."""
-        kept = {client: row for client, row in self.stored.items() if client in clients}
-        return replace(self, stored=kept)
+        stored = {client: row for client, row in self.stored.items() if client in clients}
+        return replace(self, stored=stored)
 
     def to(self, device: torch.device, max_gpu_rows: int | None) -> "PerClient":
         """The same trees on another device, at most `max_gpu_rows` of them."""

@@ -48,10 +48,10 @@ class Work(NamedTuple):
 
     order (epochs, steps, batch) holds row numbers of the examples; -1 is padding. Every epoch is
     padded at its own end, so that a round can be cut at its epochs. key () is that of the client's
-    round; keys (epochs, steps) seed each step, and do not depend on the padding. `pad_row` () is a row of the client's
-    own, which stands where padding would be read. The first `full_steps` steps of every epoch are
-    known to have real rows, so they need no guard. `trainer`, if an engine sets one, is a faster
-    way to take the same steps.
+    round; keys (epochs, steps) seed each step, and do not depend on the padding. `pad_row` () is a
+    row of the client's own, which stands where padding would be read. The first `full_steps` steps
+    of every epoch are known to have real rows, so they need no guard. `trainer`, if an engine sets
+    one, is a faster way to take the same steps.
     """
 
     examples: Examples

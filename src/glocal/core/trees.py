@@ -82,8 +82,13 @@ def stack(trees: Sequence[Params]) -> Params:
         require_same_names(tree, trees[0], "stack")
     stacked = {}
     for name in trees[0]:
-        stacked[name] = torch.stack([tree[name] for tree in trees])
+        stacked[name] = torch.stack(column(trees, name))
     return stacked
+
+
+def column(trees: Sequence[Params], name: str) -> list[Tensor]:
+    """The tensor of one name from many trees."""
+    return [tree[name] for tree in trees]
 
 
 def row(stacked: Params, index: int) -> Params:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from glocal.core.errors import InputError
+from glocal.core.trees import column
 
 Values = Any  # Tensor | dict[str, Tensor] | tuple[Tensor, ...]
 
@@ -47,7 +48,7 @@ def concatenate_rows(parts: Sequence[Values]) -> Values:
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
     if isinstance(first, dict):
-        return {name: torch.cat([part[name] for part in parts]) for name in first}
+        return {name: torch.cat(column(parts, name)) for name in first}
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 

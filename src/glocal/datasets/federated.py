@@ -19,7 +19,7 @@ from glocal.datasets.dataset import Dataset
 from glocal.datasets.partitions import Partitioner, class_labels
 from glocal.datasets.readers import (
     Collate,
-    Reading,
+    ReadOptions,
     TorchDataset,
     read_dataframe,
     read_datasets,
@@ -78,7 +78,7 @@ class FederatedData:
         into a file in the cache instead. `collate` makes (x, y) of a list of items, where they do
         not stack by themselves.
         """
-        data = read_datasets(datasets, clients, Reading(collate, memory))
+        data = read_datasets(datasets, clients, ReadOptions(collate, memory))
         return train_val_test_split(data, test=test, validation=validation, seed=seed)
 
     @classmethod

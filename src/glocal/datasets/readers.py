@@ -35,7 +35,7 @@ class TorchDataset(Protocol):
         """One example."""
 
 
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """How items become arrays: by a function of all, or stacked within so many bytes of memory."""
 
     collate: Collate | None
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 def read_datasets(
     datasets: Sequence[TorchDataset] | Mapping[str, TorchDataset] | TorchDataset,
     clients: npt.ArrayLike | None,
-    reading: Reading,
+    options: ReadOptions,
 ) -> ClientData:
     """All items as tensors: a data set per client, or one and the client of each example."""
     if clients is not None:
@@ -64,7 +64,7 @@ def read_datasets(
         )
     if not labelled:
         raise InputError("data: no clients given; give one data set per client")
-    data = _read_all(labelled, reading)
+    data = _read_all(labelled, options)
     return replace(data, names=names) if clients is None else _group_by_client(data, clients)
 
 
@@ -80,18 +80,18 @@ def _require_dataset(value: object, label: str) -> TorchDataset:
     )
 
 
-def _read_all(labelled: Mapping[str, object], reading: Reading) -> ClientData:
+def _read_all(labelled: Mapping[str, object], options: ReadOptions) -> ClientData:
     """The items of all data sets in one store, data set by data set."""
     datasets = {label: _require_dataset(each, label) for label, each in labelled.items()}
     for label, dataset in datasets.items():
         if not len(dataset):
             raise InputError(f"data: {label} has no examples; drop it")
-    if reading.collate is not None:
-        parts = [_collate(each, label, reading.collate) for label, each in datasets.items()]
+    if options.collate is not None:
+        parts = [_collate(each, label, options.collate) for label, each in datasets.items()]
         return concatenate(parts)
     counts = [len(dataset) for dataset in datasets.values()]
     (label, first), *_ = datasets.items()
-    columns = _Columns(_read_item(first, 0, label), sum(counts), label, reading.memory)
+    columns = _Columns(_read_item(first, 0, label), sum(counts), label, options.memory)
     start = 0
     for label, dataset in datasets.items():
         columns.label, columns.start = label, start

@@ -116,7 +116,7 @@ def weighs_by_examples(aggregation: Aggregation) -> bool:
     return bool(two == 2 * one)
 
 
-def learns_classes(task: Task) -> bool:
+def predicts_classes(task: Task) -> bool:
     """Whether the model's outputs are scores of classes, along axis 1."""
     loss = task.per_example
     return loss is per_example_cross_entropy or isinstance(loss, WeightedCrossEntropy)

@@ -10,9 +10,10 @@ method once, with the bare tensors and with the place of the axis of clients in 
 returns is wrapped again, and the algorithm goes on as if one client had been trained.
 
 Invariant: whatever may differ from client to client is an argument of `apply`: weights, anchors of
-proximal and linear terms, order, keys and pad rows. Everything else goes into the `_RequestTemplate` and must be the
-same for all clients. A loss or an optimizer that holds tensors of the call that made it would carry
-wrapped tensors out of their `vmap`; such training is declined, see `is_traceable`.
+proximal and linear terms, order, keys and pad rows. Everything else goes into the
+`_RequestTemplate` and must be the same for all clients. A loss or an optimizer that holds tensors
+of the call that made it would carry wrapped tensors out of their `vmap`; such training is declined,
+see `is_traceable`.
 
 Traps:
 - Torch does not look into the template. Its objective thus holds anchors that are still wrapped:

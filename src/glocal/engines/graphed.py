@@ -172,7 +172,7 @@ class _CapturedRound:
 
 
 def _pad_tasks(tasks: Sequence[ClientTask]) -> tuple[Sequence[ClientTask], IntArray]:
-    """Tasks and orders (clients, epochs, steps, batch), padded to one of few shapes if they are unequal.
+    """Tasks and orders (clients, epochs, steps, batch), padded to one of few shapes if unequal.
 
     A shape that repeats can be replayed. Missing clients and missing steps are filled with
     padding. The shape depends on these tasks alone, so that a run that was stopped and resumed

@@ -154,7 +154,7 @@ def _figure(metric: Metric, outputs: Tensor, data: ClientData) -> float | None:
 
 
 class WholeModels(Algorithm):
-    """Models that are given whole, as the shared tree, and predict as those of another algorithm."""
+    """Models that are given whole, as the shared tree, and predict as another algorithm's."""
 
     of: Algorithm
 

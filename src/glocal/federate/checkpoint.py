@@ -5,10 +5,10 @@ and how many rounds are done.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ from glocal.core.spec import Spec, describe_spec, fingerprint, first_difference
 from glocal.core.store import PerClient, TrainingState
 from glocal.core.trees import Params
 from glocal.engines import ExecutionPlan
-from glocal.federate.row_files import Index, Part, Place, RowFiles, Rows
+from glocal.federate.row_files import Index, StatePart, Place, RowFiles, Rows
 from glocal.wire import Ledger
+
+KeyT = TypeVar("KeyT")
 
 
 class Best(NamedTuple):
@@ -43,7 +45,7 @@ class Best(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """The state of training: rounds done, and a state for each seed.
 
     `ledgers` and `best` are by seed and group, `dropped` by seed and client: in how many rounds it
@@ -68,7 +70,7 @@ class Progress:
                     named[_best_name(seed, place)] = best.state
         return named
 
-    def with_states(self, named: Mapping[str, TrainingState]) -> "Progress":
+    def with_states(self, named: Mapping[str, TrainingState]) -> "RunProgress":
         """The same with other states, by these names."""
         best: list[tuple[Best | None, ...]] = []
         for seed, by_group in enumerate(self.best):
@@ -105,7 +107,7 @@ class Checkpoint:
         """Append a round's rows; a resumed run drops the rows after its checkpoint."""
         append_rows(self.folder / "rows.jsonl", rows)
 
-    def save(self, progress: Progress, *, last: bool = False) -> int:
+    def save(self, progress: RunProgress, *, last: bool = False) -> int:
         """Replace the checkpoint; return its number of rounds.
 
         The `last` one has the same bytes however often the run was stopped and resumed.
@@ -122,7 +124,7 @@ class Checkpoint:
         self.row_files.remove_unused(indices.values())
         return progress.done
 
-    def drop_tensors(self, progress: Progress | None = None) -> None:
+    def drop_tensors(self, progress: RunProgress | None = None) -> None:
         """Keep the header of the checkpoint and drop its tensors.
 
         The experiment is then known to be finished, and cannot be resumed.
@@ -156,13 +158,13 @@ class Checkpoint:
         _require_same_spec(header["spec"], self.spec, self.folder)
         return int(header["done"])
 
-    def load(self, device: torch.device) -> Progress | None:
+    def load(self, device: torch.device) -> RunProgress | None:
         """The saved progress or None; rows after it are dropped and will be written again."""
-        found = self._read()
-        if found is None:
+        saved = self._read()
+        if saved is None:
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
             return None
-        progress, indices = found
+        progress, indices = saved
         moved: dict[str, TrainingState] = {}
         for name, state in progress.named_states().items():
             moved[name] = state.to(device, self._fresh(name))
@@ -170,10 +172,10 @@ class Checkpoint:
         self._drop_rows_after(self.spec["plan"]["first_round"] + progress.done)
         return progress.with_states(moved)
 
-    def read(self) -> Progress | None:
+    def read(self) -> RunProgress | None:
         """The saved progress on the CPU, or None; nothing on disk changes."""
-        found = self._read()
-        return found[0] if found else None
+        saved = self._read()
+        return saved[0] if saved else None
 
     def read_plan(self, part: str) -> ExecutionPlan | None:
         """The execution plan of a part of the run, saved before its first step."""
@@ -186,12 +188,16 @@ class Checkpoint:
             self.folder / "engine.json", {"fingerprint": fingerprint(self.spec), "engines": plans}
         )
 
-    def _header(self, progress: Progress) -> Json:
+    def _header(self, progress: RunProgress) -> Json:
+        ledgers, best = list[list[Json]](), list[list[list[float] | None]]()
+        for own_ledgers, own_best in zip(progress.ledgers, progress.best, strict=True):
+            ledgers.append([ledger.as_dict() for ledger in own_ledgers])
+            best.append([each and [*each[:2]] for each in own_best])
         return {
             "done": progress.done,
-            "ledgers": [[each.as_dict() for each in own] for own in progress.ledgers],
-            "best": [[each and [*each[:2]] for each in own] for own in progress.best],
-            "dropped": [{str(client): n for client, n in own.items()} for own in progress.dropped],
+            "ledgers": ledgers,
+            "best": best,
+            "dropped": [_with_keys(str, own) for own in progress.dropped],
             "stopped": progress.stopped,
             "spec": self.spec,
             "engines": [plan and _without_reason(plan) for plan in progress.plans],
@@ -201,14 +207,14 @@ class Checkpoint:
         """The fresh state of the seed that a named state belongs to."""
         return self.fresh[int(name.partition("-")[0])]
 
-    def _read(self) -> tuple[Progress, dict[Part, Index]] | None:
+    def _read(self) -> tuple[RunProgress, dict[StatePart, Index]] | None:
         if not self.rounds_done():
             return None
         self.require_tensors()
         tensors, header = read_tensors(self.path)
         progress = _read_header(header, self.fresh)
         names = progress.named_states()
-        indices: dict[Part, Index] = {}
+        indices: dict[StatePart, Index] = {}
         for part in _parts(names):
             indices[part] = _index_from_tensor(
                 self._tensor(tensors, f"{part.state}:index:{part.kind}")
@@ -217,7 +223,7 @@ class Checkpoint:
         states = {name: self._state(name, tensors, rows) for name in names}
         return progress.with_states(states), indices
 
-    def _state(self, name: str, tensors: Params, rows: Mapping[Part, Rows]) -> TrainingState:
+    def _state(self, name: str, tensors: Params, rows: Mapping[StatePart, Rows]) -> TrainingState:
         """A state; the order of its tensors is that of the fresh one, which no file keeps."""
         fresh = self._fresh(name)
         trees_by_side: dict[str, Params] = {}
@@ -228,7 +234,7 @@ class Checkpoint:
         for side, per_client in (("private", fresh.private), ("profiles", fresh.profiles)):
             filled: list[PerClient] = []
             for place, each in enumerate(per_client):
-                filled.append(replace(each, stored=rows[Part(name, _kind(side, place))]))
+                filled.append(replace(each, stored=rows[StatePart(name, _kind(side, place))]))
             sides.append(tuple(filled))
         return TrainingState(trees_by_side["shared"], trees_by_side["server"], *sides)
 
@@ -263,13 +269,13 @@ def _kind(side: str, place: int) -> str:
     return f"{side} {place}"
 
 
-def _parts(named: Mapping[str, TrainingState]) -> dict[Part, Rows]:
+def _parts(named: Mapping[str, TrainingState]) -> dict[StatePart, Rows]:
     """The stored trees of every state."""
-    parts: dict[Part, Rows] = {}
+    parts: dict[StatePart, Rows] = {}
     for name, state in named.items():
         for side, per_client in (("private", state.private), ("profiles", state.profiles)):
             for place, each in enumerate(per_client):
-                parts[Part(name, _kind(side, place))] = each.stored
+                parts[StatePart(name, _kind(side, place))] = each.stored
     return parts
 
 
@@ -282,7 +288,7 @@ def _tensor_names(fresh: TrainingState) -> dict[str, list[str]]:
     return names
 
 
-def _read_header(header: Json, fresh: tuple[TrainingState, ...]) -> Progress:
+def _read_header(header: Json, fresh: tuple[TrainingState, ...]) -> RunProgress:
     """The progress of a header, with fresh states in the place of the saved ones."""
     best: list[tuple[Best | None, ...]] = []
     for seed, by_group in enumerate(header["best"]):
@@ -291,10 +297,15 @@ def _read_header(header: Json, fresh: tuple[TrainingState, ...]) -> Progress:
             own.append(each and Best(each[0], each[1], fresh[seed]))
         best.append(tuple(own))
     ledgers = tuple(tuple(map(Ledger.from_dict, own)) for own in header["ledgers"])
-    dropped = tuple({int(client): n for client, n in own.items()} for own in header["dropped"])
+    dropped = tuple(_with_keys(int, own) for own in header["dropped"])
     plans = tuple(map(_read_plan, header["engines"]))
     stopped = header["stopped"]
-    return Progress(header["done"], fresh, ledgers, tuple(best), dropped, plans, stopped)
+    return RunProgress(header["done"], fresh, ledgers, tuple(best), dropped, plans, stopped)
+
+
+def _with_keys(kind: Callable[[Any], KeyT], counts: Mapping[Any, int]) -> dict[KeyT, int]:
+    """Counts whose keys are made numbers or words, as JSON has words alone."""
+    return {kind(key): count for key, count in counts.items()}
 
 
 def _index_to_tensor(index: Index) -> Tensor:
@@ -330,10 +341,10 @@ def _unshared(tensors: Params) -> Params:
 
 def _require_same_spec(saved: Spec, now: Spec, folder: Path) -> None:
     """Refuse to resume another run, and say what differs."""
-    found = first_difference(saved, now)
-    if found is None:
+    difference = first_difference(saved, now)
+    if difference is None:
         return
-    path, before, after = found
+    path, before, after = difference
     raise InputError(
         f"resume: {folder} was made with another {path} ({describe_spec(before)}) than the one "
         f"given ({describe_spec(after)}); go back to the old one, or start a new run in another "

@@ -205,7 +205,7 @@ class Experiment:
         by_seed = own[group]
         return by_seed[min(seed_place, len(by_seed) - 1)]
 
-    def met(self, round_index: int, *, since: int = 0) -> set[int]:
+    def clients_until(self, round_index: int, *, since: int = 0) -> set[int]:
         """The clients that were available in a round, or before it and not before `since`."""
         first, last = self.phase_at(since), self.phase_at(round_index)
         return set[int]().union(*(phase.available() for phase in self.phases[first : last + 1]))

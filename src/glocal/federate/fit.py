@@ -60,7 +60,8 @@ def fit(
 
     >>> import torch, glocal
     >>> x, y = torch.randn(40, 3), torch.arange(40) % 2
-    >>> data = glocal.FederatedData.from_tensors({"ulm": (x[:20], y[:20]), "bonn": (x[20:], y[20:])})
+    >>> clients = {"ulm": (x[:20], y[:20]), "bonn": (x[20:], y[20:])}
+    >>> data = glocal.FederatedData.from_tensors(clients)
     >>> task = glocal.classification(torch.nn.Linear(3, 2))
     >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
     >>> result = glocal.fit(algorithm, data, rounds=2, clients_per_round=2, progress=False)

@@ -14,7 +14,8 @@ SPLITS = ("validation", "test", "new")
 class MetricRow(NamedTuple):
     """One figure; `value` is None where it is undefined, `client` is None for all together.
 
-    `group` is empty where all clients have one model. The split "new" is New Test: all models as an ensemble on everybody's test data.
+    `group` is empty where all clients have one model. The split "new" is New Test: all models as an
+    ensemble on everybody's test data.
     """
 
     seed: int
@@ -68,13 +69,13 @@ class MetricsTable(Sequence[MetricRow]):
         return tuple(dict.fromkeys(row.metric for row in self.rows))
 
     def where(self, **columns: Any) -> "MetricsTable":
-        """The rows with these values, such as where(split="test", client="ulm")."""
+        """The rows with these values: `where(split="test", client="ulm")`, for example."""
         for name in columns:
             if name not in MetricRow._fields:
                 known = suggest_name(name, MetricRow._fields)
                 raise InputError(f"metrics: there is no column '{name}'; {known}")
-        kept = [row for row in self.rows if _matches(row, columns)]
-        return MetricsTable(tuple(kept), self.metrics)
+        rows = [row for row in self.rows if _matches(row, columns)]
+        return MetricsTable(tuple(rows), self.metrics)
 
     def mean(self, metric: str | None = None, split: str = "test") -> float | None:
         """The mean over clients and seeds of the figures that are defined; None without any."""

@@ -66,7 +66,7 @@ def ledger_at_start(experiment: Experiment, place: int, seed_place: int, local: 
     validated = bool(data.val.sizes.any())
     if not experiment.phases:
         return ledger if validated else ledger.add_warm_start(local, group.num_clients)
-    known = experiment.met(first_round - 1) if validated else set[int]()
+    known = experiment.clients_until(first_round - 1) if validated else set[int]()
     now = experiment.phases[experiment.phase_at(first_round)].available()
     first = experiment.first_clients[place]
     new = own_clients(now - known, first, group.num_clients)
@@ -74,10 +74,10 @@ def ledger_at_start(experiment: Experiment, place: int, seed_place: int, local: 
 
 
 def late_clients(experiment: Experiment, place: int, round_index: int) -> int:
-    """How many clients of a group join in a round, after a warm start whose local part they need."""
+    """How many clients of a group join in a round after a warm start, and need its local part."""
     if not experiment.phases or not round_index > experiment.plan.first_round > 0:
         return 0
-    new = experiment.met(round_index) - experiment.met(round_index - 1)
+    new = experiment.clients_until(round_index) - experiment.clients_until(round_index - 1)
     group, first = experiment.groups[place], experiment.first_clients[place]
     return len(own_clients(new, first, group.num_clients))
 
@@ -96,12 +96,13 @@ def subgroup_figures(
     phase_place, group = experiment.phase_at(round_index), experiment.groups[place]
     first = experiment.first_clients[place]
     since = experiment.plan.first_round
-    met = own_clients(experiment.met(round_index, since=since), first, group.num_clients)
+    until_now = experiment.clients_until(round_index, since=since)
+    present_once = own_clients(until_now, first, group.num_clients)
     here = experiment.phases[phase_place].present()
     data: list[ClientData] = []
     for seed_place in range(len(states)):
         now = experiment.data_at(phase_place, place, seed_place)
-        data.append(clients_only(now.test, met))
+        data.append(clients_only(now.test, present_once))
     models = [state.group(place) for state in states]
     by_seed: list[Json] = []
     for values in local_tests(evaluator, models, data):

@@ -265,11 +265,15 @@ def _entry(result: GroupResult) -> Json:
         "names": list(result.names),
         "stopped": result.stopped,
         "figures": {
-            split: {name: _figures_json(each) for name, each in figures.items()}
-            for split, figures in (("test", result.test), ("validation", result.validation))
+            "test": _all_figures_json(result.test),
+            "validation": _all_figures_json(result.validation),
         },
         "new": result.new._asdict() if result.new else None,
     }
+
+
+def _all_figures_json(figures: Mapping[str, Figures]) -> Json:
+    return {name: _figures_json(each) for name, each in figures.items()}
 
 
 def _figures_json(figures: Figures) -> Json:
@@ -312,9 +316,9 @@ def _from_entry(entry: Json, algorithm: Algorithm, tensors: Params) -> GroupResu
 
 
 def _require_same(saved: Json, algorithm: Algorithm, home: Path) -> None:
-    found = first_difference(saved, spec_of(algorithm, with_code=False))
-    if found is not None:
-        path, before, given = found
+    difference = first_difference(saved, spec_of(algorithm, with_code=False))
+    if difference is not None:
+        path, before, given = difference
         raise InputError(
             f"load: {home} was saved with another {path} ({describe_spec(before)}) than the one "
             f"given ({describe_spec(given)}); give the algorithm that it was trained with"

@@ -185,8 +185,8 @@ def client_step(algorithm: Algorithm, wire: Wire) -> ClientFunction[Reply]:
         own, memory = split_private(private)
         update = algorithm.client_update(received, own, work)
         payload, memory = wire.encode(update.upload, memory, work.key)
-        kept = gate({**update.private, **memory}, wire.private)
-        return Reply(payload, kept, update.metrics)
+        after = gate({**update.private, **memory}, wire.private)
+        return Reply(payload, after, update.metrics)
 
     return step
 
@@ -403,13 +403,15 @@ def _joined(parts: Sequence[Params]) -> Params:
     """The rows of several groups as one."""
     if len(parts) == 1:
         return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: torch.cat(trees.column(parts, name)) for name in parts[0]}
 
 
 def _metrics(parts: Sequence[GroupReplies]) -> dict[str, Tensor]:
     """Every metric's mean of every client (clients,)."""
-    names = parts[0].metrics.keys()
-    return {name: torch.cat([part.metrics[name].mean for part in parts]) for name in names}
+    metrics = {}
+    for name in parts[0].metrics:
+        metrics[name] = torch.cat([part.metrics[name].mean for part in parts])
+    return metrics
 
 
 def _profiles(state: TrainingState, places: Sequence[int], parts: Sequence[GroupReplies]) -> Params:
@@ -460,8 +462,8 @@ def _put(
     if not counted.is_cuda:
         if bool(counted.all()):
             return before.put(clients, rows)
-        kept = [place for place, counts in enumerate(counted.tolist()) if counts]
-        return before.put([clients[place] for place in kept], [rows[place] for place in kept])
+        places = [place for place, counts in enumerate(counted.tolist()) if counts]
+        return before.put([clients[place] for place in places], [rows[place] for place in places])
     chosen = []
     for client, row, counts in zip(clients, rows, counted.unbind(), strict=True):
         chosen.append(trees.where(counts, row, before.of(client)))
@@ -535,7 +537,7 @@ def simulate(
     for round_index in rounds:
         finished = run_round(replicas, states, executors, round_index)
         states = [state for state, _ in finished]
-        pending.append(_copy_to_host(finished))
+        pending.append(_copy_to_cpu(finished))
         if len(pending) > 1:
             yield pending.popleft()()
     for wait in pending:
@@ -596,8 +598,8 @@ def group_replies(
         stack = results.stacked()
         cut = slice(rows.start, rows.stop)
         payloads = {name: tensor[cut] for name, tensor in stack.payload.items()}
-        kept = {name: tensor[cut] for name, tensor in stack.private.items()}
-        private = unstack_rows(kept, len(rows))
+        own_private = {name: tensor[cut] for name, tensor in stack.private.items()}
+        private = unstack_rows(own_private, len(rows))
         metrics = {
             name: WeightedSum(each.total[cut].clone(), each.weight[cut].clone())
             for name, each in stack.metrics.items()
@@ -630,7 +632,7 @@ def require_counted(finished: Round, seeds: Sequence[int], label: Callable[[int]
         raise error
 
 
-def _copy_to_host(finished: Round) -> Callable[[], Round]:
+def _copy_to_cpu(finished: Round) -> Callable[[], Round]:
     """Start copying a round's metrics to the CPU.
 
     The returned function waits for the copy, but for no later work of the GPU, and gives the round.
@@ -648,11 +650,11 @@ def _copy_to_host(finished: Round) -> Callable[[], Round]:
 
     def wait() -> Round:
         copied.synchronize()
-        on_host = []
+        on_cpu = []
         for (state, report), tensors in zip(finished, copies, strict=True):
             metrics = {name: tensors[name] for name in report.metrics}
-            on_host.append((state, report._replace(counted=tensors["counted"], metrics=metrics)))
-        return on_host
+            on_cpu.append((state, report._replace(counted=tensors["counted"], metrics=metrics)))
+        return on_cpu
 
     return wait
 

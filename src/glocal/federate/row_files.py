@@ -24,7 +24,7 @@ _FEW = 64  # rows that are never worth writing anew
 _NO_FILE = -1  # of a tree without tensors
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Whose trees: of a state ("last" or "best"), and of which kind.
 
     Trees of one kind have the same names, shapes and types, and lie in one stack.
@@ -54,7 +54,9 @@ class RowFiles:
     num_rows: dict[int, int] = field(default_factory=dict)
     next_file: int = 0
 
-    def save(self, parts: Mapping[Part, Rows], *, anew: bool = False) -> dict[Part, Index]:
+    def save(
+        self, parts: Mapping[StatePart, Rows], *, anew: bool = False
+    ) -> dict[StatePart, Index]:
         """Write what is not on disk yet; the index of every part.
 
         With `anew`, everything goes into one file, whose bytes depend on the trees alone.
@@ -64,7 +66,7 @@ class RowFiles:
             self.known, self.num_rows = {}, {}
             self.next_file = 0 if anew else self.next_file
         new: dict[str, list[Params]] = {}
-        indices: dict[Part, Index] = {}
+        indices: dict[StatePart, Index] = {}
         for part, rows in parts.items():
             index = Index()
             for client in sorted(rows):
@@ -75,12 +77,12 @@ class RowFiles:
         return indices
 
     def read(
-        self, indices: Mapping[Part, Index], names: Mapping[str, Sequence[str]]
-    ) -> dict[Part, Rows]:
+        self, indices: Mapping[StatePart, Index], names: Mapping[str, Sequence[str]]
+    ) -> dict[StatePart, Rows]:
         """The trees of every part; a kind's `names` give the order of its tensors."""
         files = sorted(_files(indices.values()))
         tensors = {file: read_tensors(self._path(file))[0] for file in files}
-        rows: dict[Part, Rows] = {}
+        rows: dict[StatePart, Rows] = {}
         read: dict[tuple[str, Place], Params] = {}  # two states may have one and the same tree
         for part, index in indices.items():
             own: dict[int, Params] = {}
@@ -95,7 +97,7 @@ class RowFiles:
         self.next_file = max(files, default=-1) + 1
         return rows
 
-    def remember(self, parts: Mapping[Part, Rows], indices: Mapping[Part, Index]) -> None:
+    def remember(self, parts: Mapping[StatePart, Rows], indices: Mapping[StatePart, Index]) -> None:
         """Note that these trees of this process are what the files have."""
         for part, rows in parts.items():
             for client, tree in rows.items():

@@ -19,7 +19,7 @@ from glocal.core.spec import Spec, spec_of
 from glocal.core.store import TrainingState
 from glocal.engines import ExecutionPlan, Executor, ResolvedEngine
 from glocal.federate.callbacks import notify, require_callbacks
-from glocal.federate.checkpoint import Checkpoint, Progress
+from glocal.federate.checkpoint import Checkpoint, RunProgress
 from glocal.federate.experiment import Experiment
 from glocal.federate.group_result import GroupResult, save_models
 from glocal.federate.options import Options
@@ -108,7 +108,7 @@ class Run:
         return Checkpoint(self.folder, self.spec, self._fresh_states)
 
     @cached_property
-    def progress(self) -> Progress:
+    def progress(self) -> RunProgress:
         """How far the run is; at first, the checkpoint's or that of a fresh start."""
         saved = self.checkpoint.load(self._device) if self.checkpoint else None
         return saved or self._fresh_progress()
@@ -183,7 +183,7 @@ class Run:
     def _scoring(self) -> Scoring:
         return Scoring(self._placed, self.options, self._resolve)
 
-    def _fresh_progress(self) -> Progress:
+    def _fresh_progress(self) -> RunProgress:
         """The progress before the first round; clients pre-train here."""
         placed, ledgers = self._placed, list[tuple[Ledger, ...]]()
         for seed_place, state in enumerate(self._fresh_states):
@@ -192,11 +192,11 @@ class Run:
                 local = self._local_part(state, place)
                 own.append(ledger_at_start(placed, place, seed_place, local))
             ledgers.append(tuple(own))
-        nothing = tuple(tuple(None for _ in placed.groups) for _ in placed.seeds)
+        nothing = ((None,) * len(placed.groups),) * len(placed.seeds)
         states = self._fresh_states
         if placed.pretraining is not None:
             states = pretrain(placed, states, self.options, self._resolve)
-        return Progress(0, states, tuple(ledgers), nothing, tuple({} for _ in states))
+        return RunProgress(0, states, tuple(ledgers), nothing, tuple({} for _ in states))
 
     def _local_part(self, state: TrainingState, place: int) -> trees.Params:
         """What a new client of a group is sent once, beside the shared tree."""
@@ -316,7 +316,7 @@ class Run:
 
     def _advance(
         self, finished: Round, plans: tuple[ExecutionPlan | None, ...]
-    ) -> tuple[Progress, list[RoundRecord]]:
+    ) -> tuple[RunProgress, list[RoundRecord]]:
         """The progress and the records after one round; after some rounds, with scores."""
         names = self.experiment.names()
         require_counted(finished, self._placed.seeds, lambda client: f"client {names[client]}")
@@ -365,7 +365,7 @@ class Run:
 
     def _records(
         self,
-        progress: Progress,
+        progress: RunProgress,
         reports: Sequence[RoundReport],
         scores: Scores,
         tables: Sequence[Json] | None,
@@ -377,6 +377,7 @@ class Run:
                 first = self._placed.first_clients[place]
                 members = range(first, first + group.num_clients)
                 score = scores.get((seed_place, place), Score())
+                own = [client for client in report.clients.tolist() if client in members]
                 dropped = [names[client] for client in report.dropped if client in members]
                 record = RoundRecord(
                     seed=self._placed.seeds[seed_place],
@@ -385,9 +386,7 @@ class Run:
                     done=progress.done,
                     rounds=self._placed.plan.rounds,
                     loss=report.mean_loss(members),
-                    clients=tuple(
-                        client for client in report.clients.tolist() if client in members
-                    ),
+                    clients=tuple(own),
                     dropped=tuple(dropped),
                     ledger=progress.ledgers[seed_place][place],
                     criterion=self._scoring.criterion(place),

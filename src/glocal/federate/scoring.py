@@ -19,7 +19,7 @@ from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ResolvedEngine
 from glocal.evaluate import Evaluator, Figures, local_figures, new_test
-from glocal.federate.checkpoint import Best, Progress
+from glocal.federate.checkpoint import Best, RunProgress
 from glocal.federate.experiment import Experiment
 from glocal.federate.group_result import GroupResult
 from glocal.federate.options import Options
@@ -82,7 +82,7 @@ class Scoring:
         task = self.experiment.groups[place].algorithm.task
         return self.experiment.evaluation.criterion(task)
 
-    def validate(self, progress: Progress, round_index: int) -> tuple[Progress, Scores]:
+    def validate(self, progress: RunProgress, round_index: int) -> tuple[RunProgress, Scores]:
         """The scores of all seeds and groups; the shared tree is sent to the clients for them."""
         scores: Scores = {}
         ledgers = [list(own) for own in progress.ledgers]
@@ -107,8 +107,8 @@ class Scoring:
         return evaluated, scores
 
     def test_subgroups(
-        self, progress: Progress, round_index: int, *, validated: bool
-    ) -> tuple[Progress, list[Json]]:
+        self, progress: RunProgress, round_index: int, *, validated: bool
+    ) -> tuple[RunProgress, list[Json]]:
         """Each seed's metric by subgroup, over all clients that were present so far."""
         tables: list[Json] = [{} for _ in progress.states]
         ledgers = [list(own) for own in progress.ledgers]
@@ -133,7 +133,7 @@ class Scoring:
         first = experiment.first_clients[place]
         return without_absent(data, experiment.all_phases[phase_place], first)
 
-    def test_all(self, progress: Progress) -> list[GroupResult]:
+    def test_all(self, progress: RunProgress) -> list[GroupResult]:
         """The final tests of all seeds and groups: the selected round on test data."""
         results: list[GroupResult] = []
         for seed_place in range(len(progress.states)):
@@ -141,7 +141,7 @@ class Scoring:
                 results.append(self._test(progress, seed_place, place))
         return results
 
-    def _test(self, progress: Progress, seed_place: int, place: int) -> GroupResult:
+    def _test(self, progress: RunProgress, seed_place: int, place: int) -> GroupResult:
         experiment = self.experiment
         group, plan = experiment.groups[place], experiment.plans()[seed_place]
         total = plan.first_round + max(progress.done, 1)
@@ -180,7 +180,7 @@ class Scoring:
         )
 
     def _selected(
-        self, progress: Progress, seed_place: int, place: int
+        self, progress: RunProgress, seed_place: int, place: int
     ) -> tuple[int, TrainingState]:
         """The round to test and its state: the last one, or an earlier one with a better score."""
         last, best = progress.states[seed_place], progress.best[seed_place][place]
@@ -213,7 +213,7 @@ class Scoring:
 
     def _final_ledger(
         self,
-        progress: Progress,
+        progress: RunProgress,
         seed_place: int,
         place: int,
         tested: tuple[TrainingState, GroupState, FederatedData],

@@ -17,7 +17,7 @@ from glocal.core.training import WeightedSum, Work, batches, masked_mean, sum_lo
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine
-from glocal.federate.checkpoint import Progress
+from glocal.federate.checkpoint import RunProgress
 from glocal.federate.experiment import Experiment
 from glocal.federate.fit import build_experiment
 from glocal.federate.group_result import GroupResult
@@ -94,7 +94,7 @@ def _tuned(
     losses = losses_by_alpha(one.algorithm, one.state, val, grid=grid, engine=engine)
     alphas = {client: grid[int(losses[:, client].argmin())] for client in clients}
     state = with_alphas(one.state, alphas).alone()
-    progress = Progress(one.plan.rounds, (state,), ((ledger,),), ((None,),), ({},))
+    progress = RunProgress(one.plan.rounds, (state,), ((ledger,),), ((None,),), ({},))
     scoring = Scoring(placed, options, lambda part: ResolvedEngine())
     try:
         [tested] = scoring.test_all(progress)

@@ -229,9 +229,9 @@ def _adapted(
     for each, (state, _) in zip(federations, outcomes, strict=True):
         _, memory = split_private(each.state.private.of(client))
         row = {**state.private.of(client), **memory}
-        kept = each.state._replace(private=each.state.private.put([client], [row]))
+        state = each.state._replace(private=each.state.private.put([client], [row]))
         plan = replace(each.plan, rounds=each.plan.rounds + epochs)
-        after.append(each._replace(plan=plan, state=kept))
+        after.append(each._replace(plan=plan, state=state))
     return after
 
 

@@ -219,11 +219,11 @@ class JoinTrial:
     def _predictions(self) -> str:
         """What the ensemble of everyone predicts for every input, as CSV: classes, or outputs."""
         members = select_ensemble(self.trained_federation, self.unlabeled)
-        asked = (self.trained_federation, members, self.unlabeled)
+        question = (self.trained_federation, members, self.unlabeled)
         if self.classes:
-            head, columns = "row,class", [new_client_ensemble_classes(*asked)]
+            head, columns = "row,class", [new_client_ensemble_classes(*question)]
         else:
-            outputs = new_client_ensemble_outputs(*asked).flatten(1)
+            outputs = new_client_ensemble_outputs(*question).flatten(1)
             columns = outputs.T.tolist()
             head = ",".join(["row", *(f"output_{place}" for place in range(len(columns)))])
         lines = [",".join(map(str, row)) for row in zip(count(), *columns, strict=False)]

@@ -27,7 +27,7 @@ from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.fetch import no_progress
-from glocal.federate.checkpoint import Progress
+from glocal.federate.checkpoint import RunProgress
 from glocal.federate.experiment import Experiment, Group, Phase
 from glocal.federate.fit import warm_start_params
 from glocal.federate.records import RoundRecord
@@ -422,7 +422,7 @@ def _save_snapshots(folder: Path, run: Run, wanted: set[WarmStart]) -> None:
 
 
 def _save_snapshots_of(
-    folder: Path, experiment: Experiment, progress: Progress, wanted: set[WarmStart]
+    folder: Path, experiment: Experiment, progress: RunProgress, wanted: set[WarmStart]
 ) -> None:
     done = experiment.plan.first_round + progress.done
     for start in sorted(wanted):
@@ -436,7 +436,7 @@ def _save_snapshots_of(
             write_tensors(_snapshot(folder, start), tensors, {"ledgers": ledgers})
 
 
-def _start_states(progress: Progress, start: WarmStart) -> list[TrainingState]:
+def _start_states(progress: RunProgress, start: WarmStart) -> list[TrainingState]:
     """The state of each seed to start from: the best so far, or the last."""
     if start.model == "last":
         return list(progress.states)

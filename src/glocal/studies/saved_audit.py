@@ -120,7 +120,7 @@ class SavedAudit:
         fairness = _fairness(everybody, classes)
         rows = []
         for number, own in enumerate(results["own"]):
-            rows.append(_client_row(number, predicted[number], own, (task.metric, classes)))
+            rows.append(_client_row(number, predicted[number], own, task.metric, classes))
         return {
             "metric": MetricFormat.of(task.metric)._asdict(),
             "classes": classes,
@@ -297,9 +297,9 @@ def _client_row(
     number: int,
     predicted: Predicted,
     own: Mapping[str, AttackResult],
-    asked: tuple[Metric, int | None],
+    metric: Metric,
+    classes: int | None,
 ) -> Json:
-    metric, classes = asked
     fairness = _fairness(predicted, classes)
     return {
         "client": number,

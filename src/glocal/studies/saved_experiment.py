@@ -10,7 +10,7 @@ from glocal.core.files import Json
 from glocal.core.store import TrainingState
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.fetch import no_progress
-from glocal.federate.checkpoint import Progress
+from glocal.federate.checkpoint import RunProgress
 from glocal.federate.options import Options
 from glocal.personalize.onboarding import TrainedFederation
 from glocal.studies.build import build_components
@@ -124,7 +124,7 @@ def _seed_index(results: list[Json], seed: int | None) -> int:
     return 0 if seed is None else seeds.index(seed)
 
 
-def _tested_state(progress: Progress, index: int, rounds: int) -> TrainingState:
+def _tested_state(progress: RunProgress, index: int, rounds: int) -> TrainingState:
     """The state that was tested: the last one, or the best on validation data."""
     best = progress.best[index][0]
     is_best = best is not None and best.done == rounds

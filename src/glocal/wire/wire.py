@@ -17,7 +17,7 @@ _CODEC = -2  # the address of a codec's randomness within the key of a client's 
 
 @dataclass(frozen=True)
 class Wire:
-    """Schemas of downloads, uploads, payloads (encoded uploads) and private trees, and the codec."""
+    """Schemas of downloads, uploads, payloads (encoded uploads) and private trees; the codec."""
 
     download: Schema
     upload: Schema
@@ -39,8 +39,8 @@ class Wire:
         like = trees.zeros_like(upload)
         memory = codec.init(like)
         payload, _ = codec.encode(like, memory, torch.tensor(0, device=_device(like)))
-        kept = schema_of({**private, **trees.with_prefix(MEMORY, memory)})
-        return cls(schema_of(download), schema_of(upload), schema_of(payload), kept, codec)
+        own = schema_of({**private, **trees.with_prefix(MEMORY, memory)})
+        return cls(schema_of(download), schema_of(upload), schema_of(payload), own, codec)
 
     def initial_memory(self, device: torch.device | None = None) -> Params:
         """What a client's codec remembers at first, by its names in the private tree."""

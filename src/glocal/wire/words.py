@@ -1,4 +1,4 @@
-"""Codecs and aggregations as words, as settings have them: "int8", "top_k(0.01)", "mean(clients)"."""
+"""Codecs and aggregations as words in settings: "int8", "top_k(0.01)", "mean(clients)"."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
