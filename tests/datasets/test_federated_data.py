@@ -11,7 +11,8 @@ from torch import nn
 
 import glocal
 from glocal.core.errors import InputError
-from glocal.datasets.federated import FederatedData, validate_data
+from glocal.datasets.federated import FederatedData
+from glocal.datasets.validation import validate_data
 from glocal.federate.preparation import prepare_data
 from tests.support import world
 

@@ -64,3 +64,9 @@ class Metric:
         if not weight:
             return math.nan
         return self.finish(total / weight) if self.finish else total / weight
+
+
+def describe_shapes(outputs: Tensor, targets: Tensor) -> str:
+    """The shapes and the targets' type, for errors."""
+    shapes = tuple(outputs.shape), tuple(targets.shape)
+    return f"outputs are {shapes[0]}, targets {shapes[1]} {targets.dtype}"

@@ -16,7 +16,6 @@ them.
 
 import math
 import re
-import warnings
 from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from glocal.core.errors import InputError, describe_error, describe_value, suggest_name
-from glocal.core.metric import Metric, PerExample
+from glocal.core.errors import InputError, describe_value, suggest_name
+from glocal.core.metric import Metric, PerExample, describe_shapes
+from glocal.core.torch_metrics import from_torchmetrics, is_of_torchmetrics
 
 MetricLike = Any  # a name, a Metric, a function or an object of torchmetrics
 _SumsAndWeights = tuple[Tensor, Tensor]
-_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 class _Labels(NamedTuple):
@@ -61,8 +60,8 @@ def find_metric(metric: str | Metric | PerExample) -> Metric:
         return metric
     if isinstance(metric, str):
         return _named(metric)
-    if _is_of_torchmetrics(metric):
-        return _from_torchmetrics(metric)
+    if is_of_torchmetrics(metric):
+        return from_torchmetrics(metric)
     name = getattr(metric, "__name__", "")
     if isinstance(metric, type) or not callable(metric) or not name.isidentifier():
         raise InputError(
@@ -218,7 +217,7 @@ def _class_numbers(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
     has_classes = outputs.ndim > 1 and outputs.shape[1] > 1
     if not has_classes or targets.shape != expected or targets.is_floating_point():
         raise InputError(
-            f"{name}: {_describe(outputs, targets)}; logits (rows, classes, ...) "
+            f"{name}: {describe_shapes(outputs, targets)}; logits (rows, classes, ...) "
             "and whole class numbers (rows, ...) were expected; "
             "for one logit per label choose label_accuracy, f1 or auroc"
         )
@@ -231,16 +230,10 @@ def _aligned(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.squeeze(-1)
     if outputs.shape != targets.shape:
         raise InputError(
-            f"{name}: {_describe(outputs, targets)}; "
+            f"{name}: {describe_shapes(outputs, targets)}; "
             "equal shapes were expected; change the model's last layer or the targets"
         )
     return outputs
-
-
-def _describe(outputs: Tensor, targets: Tensor) -> str:
-    """The shapes and the targets' type, for errors."""
-    shapes = tuple(outputs.shape), tuple(targets.shape)
-    return f"outputs are {shapes[0]}, targets {shapes[1]} {targets.dtype}"
 
 
 def _difference(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -326,78 +319,6 @@ def _check_values(name: str, targets: Tensor, classes: int) -> None:
             "expected, or negative ones to be ignored; change the targets or the model's last "
             "layer"
         )
-
-
-# ---- torchmetrics, which is never imported here
-
-
-def _is_of_torchmetrics(metric: object) -> bool:
-    """Whether its class or one that it derives from is defined there."""
-    modules = [base.__module__ for base in type(metric).__mro__]
-    return any(module.split(".")[0] == "torchmetrics" for module in modules)
-
-
-def _from_torchmetrics(metric: Any) -> Metric:
-    """An object of torchmetrics under its class's name in snake case; its state is reset."""
-    kind = type(metric).__name__
-    higher_is_better = getattr(metric, "higher_is_better", None)
-    methods = [getattr(metric, name, None) for name in ("update", "compute", "reset")]
-    if higher_is_better is None or not all(callable(method) for method in methods):
-        raise InputError(
-            f"metric: {kind} of torchmetrics has no direction; one metric with higher_is_better "
-            "was expected; give glocal.Metric(name, of_client=..., higher_is_better=...)"
-        )
-    name = _with_underscores(kind)
-    of_client = partial(_of_torchmetrics, metric, name)
-    return Metric(name, of_client=of_client, higher_is_better=bool(higher_is_better))
-
-
-def _with_underscores(name: str) -> str:
-    return _WORD_STARTS.sub("_", name).lower()
-
-
-def _of_torchmetrics(metric: Any, name: str, outputs: Tensor, targets: Tensor) -> float | None:
-    """The figure of one client; None for NaN, without examples, and where one class is no basis."""
-    if not len(targets):
-        return None
-    try:
-        value = _computed(metric, outputs, targets)
-    except UserWarning:
-        return None
-    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
-        if (targets == targets[0]).all():
-            return None
-        raise InputError(
-            f"{name}: {_describe(outputs, targets)}; {describe_error(error)}; "
-            "choose the metric's arguments for these shapes"
-        ) from error
-    return _as_figure(name, value)
-
-
-def _computed(metric: Any, outputs: Tensor, targets: Tensor) -> Any:
-    """What it computes of these examples alone.
-
-    Without examples of a class, torchmetrics warns and sets that class's area under the curve to 0,
-    which would be averaged like any other. The warning becomes an error here.
-    """
-    metric.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "No (positive|negative) samples", UserWarning)
-        try:
-            metric.update(outputs, targets)
-            return metric.compute()
-        finally:
-            metric.reset()
-
-
-def _as_figure(name: str, value: Any) -> float | None:
-    is_number = isinstance(value, Tensor | int | float)
-    if not is_number or torch.as_tensor(value).numel() != 1:
-        raise InputError(
-            f"metric: {name} computed {describe_value(value)}; one number was expected; "
-            "set its argument average, for example to 'macro'"
-        )
-    return None if math.isnan(value) else float(value)
 
 
 # ---- the ready metrics

@@ -157,9 +157,13 @@ def _vqa_files(files: LocalFiles, part: str) -> tuple[Path, Path]:
 
 def _normalize(images: Bytes, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Bytes (rows, channels, height, width) as float32 with mean 0 and std 1 per channel."""
-    mean_and_std = torch.tensor([mean, std]).reshape(2, 1, -1, 1, 1)
     x = torch.tensor(images, dtype=torch.float32)
-    return x.div_(255).sub_(mean_and_std[0]).div_(mean_and_std[1])
+    return x.div_(255).sub_(_per_channel(mean)).div_(_per_channel(std))
+
+
+def _per_channel(values: tuple[float, ...]) -> Tensor:
+    """Values as (1, channels, 1, 1)."""
+    return torch.tensor(values).reshape(1, -1, 1, 1)
 
 
 def _labels(values: npt.NDArray[np.generic]) -> Tensor:

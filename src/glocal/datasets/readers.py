@@ -337,10 +337,16 @@ def _parquet_columns(path: Path) -> Iterator[tuple[str, Column]]:
 
 def _input_matrix(columns: Mapping[str, Column], where: str) -> npt.NDArray[np.float32]:
     """Input columns as (rows, columns)."""
-    if not columns:
-        raise InputError(f"data: {where} has no input columns beside the target")
+    _require_inputs(columns, where)
     inputs = [_numbers(values, name, where) for name, values in columns.items()]
     return np.stack(inputs, 1).astype(np.float32)
+
+
+def _require_inputs(columns: Mapping[str, Column], where: str) -> None:
+    if not columns:
+        raise InputError(
+            f"data: {where} has no input columns beside the target; add at least one column"
+        )
 
 
 def _numbers(values: Column, name: str, where: str) -> Column:

@@ -30,7 +30,7 @@ from glocal.core.spec import Spec, describe_spec, fingerprint, first_difference
 from glocal.core.store import PerClient, TrainingState
 from glocal.core.trees import Params
 from glocal.engines import ExecutionPlan
-from glocal.federate.row_files import Index, StatePart, Place, RowFiles, Rows
+from glocal.federate.row_files import Index, Place, RowFiles, Rows, StatePart
 from glocal.wire import Ledger
 
 KeyT = TypeVar("KeyT")

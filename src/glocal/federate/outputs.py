@@ -12,7 +12,8 @@ from glocal.core.modules import params_of
 from glocal.core.task import Task
 from glocal.core.training import Batch
 from glocal.core.values import Values, describe_form, map_tensors, num_rows, take_rows
-from glocal.datasets.federated import FederatedData, validate_data
+from glocal.datasets.federated import FederatedData
+from glocal.datasets.validation import validate_data
 
 _TRIED_ROWS = 3
 
