@@ -202,8 +202,8 @@ def test_results_name_the_command_that_made_them(name, study):
 
 
 @pytest.mark.parametrize("name", ["kinds-mnist.json", "kinds-tabular.json"])
-def test_the_page_of_kinds_quotes_what_was_measured(name):
-    page = (ROOT / "docs/kinds.md").read_text()
+def test_the_page_of_groups_quotes_what_was_measured(name):
+    page = (ROOT / "docs/groups.md").read_text()
     for row in committed(name)["kinds"]:
         cells = [
             *(f"{100 * fmean(row[way]):.1f} %" for way in ("together", "alone")),
