@@ -1,4 +1,4 @@
-"""The table of the two examples of groups: together and alone, mean over seeds, client by client."""
+"""The table of the two examples of groups: together and alone, mean over seeds, by client."""
 
 import json
 import sys

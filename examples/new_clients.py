@@ -9,8 +9,7 @@ glocal join runs/mnist --data examples.new_clients:upright --name upright
 
 from torch import Tensor
 
-from glocal.core.sampling import make_rng
-from glocal.datasets import load
+from glocal import load_dataset, make_rng
 from glocal.datasets.rotation import rotate_images
 
 TrainAndTest = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -18,7 +17,7 @@ TrainAndTest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def upright() -> TrainAndTest:
     """3,000 digits to train on and 500 to test on: x, y, x_test, y_test."""
-    mnist = load("mnist")
+    mnist = load_dataset("mnist")
     # the purpose is an address of randomness: another word would draw other digits
     train = make_rng(0, "newcomer, train").choice(60_000, 3000, replace=False)
     test = make_rng(0, "newcomer, test").choice(10_000, 500, replace=False)

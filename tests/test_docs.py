@@ -1,8 +1,11 @@
 """What the pages say is run, and the numbers they quote are compared with their results."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -62,6 +65,46 @@ def test_the_readmes_ten_lines_print_what_the_readme_says(capsys):
     fedavg, personal, new = map(float, printed)
     assert personal > fedavg + 3
     assert new > fedavg - 2
+
+
+EXAMPLES = {
+    "groups_mnist": "--source digits --clients 2 --images 20 --warm 1 --rounds 1",
+    "groups_tabular": "--hospitals 2 --warm 1 --rounds 1 --partitions 1",
+}
+
+
+@pytest.mark.parametrize(("name", "options"), EXAMPLES.items())
+def test_an_example_runs(name, options, tmp_path):
+    words = [sys.executable, str(ROOT / f"examples/{name}.py"), *options.split()]
+    ran = subprocess.run(
+        [*words, "--out", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(json.loads((tmp_path / "out.json").read_text())["groups"]) == 3
+
+
+OTHER_EXAMPLES = {file.stem for file in (ROOT / "examples").glob("*.py")} - {*EXAMPLES}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_EXAMPLES))
+def test_an_example_can_be_imported(name):
+    if name == "vqa_efficientnet":
+        pytest.importorskip("efficientnet_lite_pytorch")
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import {name}"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'examples'}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda file: file.name
+)
+def test_the_settings_of_an_example_are_settings(file):
+    assert from_toml(file).experiments
 
 
 def commands(page):
@@ -202,8 +245,8 @@ def test_results_name_the_command_that_made_them(name, study):
 
 
 @pytest.mark.parametrize("name", ["kinds-mnist.json", "kinds-tabular.json"])
-def test_the_page_of_kinds_quotes_what_was_measured(name):
-    page = (ROOT / "docs/kinds.md").read_text()
+def test_the_page_of_groups_quotes_what_was_measured(name):
+    page = (ROOT / "docs/groups.md").read_text()
     for row in committed(name)["kinds"]:
         cells = [
             *(f"{100 * fmean(row[way]):.1f} %" for way in ("together", "alone")),

@@ -136,7 +136,16 @@ def test_an_epoch_is_counted_with_all_others():
     three = three._replace(tasks=tasks)
     assert (one.max_steps(), three.max_steps()) == (4, 12)
     assert one.cache_key() != three.cache_key()
-    assert [task.order.shape for task in three.probe_tasks()] == [(1, 2, 5)] * 2
+    assert [task.order.shape for task in one.probe_tasks()] == [(1, 2, 5)] * 2
+    assert (one.probe_steps, three.probe_steps) == (2, 3)
+
+
+def test_a_probe_has_a_step_of_every_epoch():
+    """An algorithm may train one part in the first epochs and another in the last, as FedRep."""
+    setup = probe_setup(steps=4)
+    tasks = [task._replace(order=np.repeat(task.order, 3, 0)) for task in setup.tasks]
+    probed = setup._replace(tasks=tasks).probe_tasks()
+    assert [task.order.shape for task in probed] == [(3, 1, 5)] * 2
 
 
 def test_a_partial_function_may_be_a_client_update(monkeypatch, tmp_path):

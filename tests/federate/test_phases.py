@@ -564,7 +564,7 @@ def quoted(seeds, group, column):
 
 
 def test_the_page_quotes_the_measured_figures_of_every_group():
-    page = (ROOT / "docs/arrivals.md").read_text()
+    page = (ROOT / "docs/phases.md").read_text()
     for experiment, seeds in committed()["results"].items():
         for group in seeds[0]["subgroups"]:
             columns = ("first", "best", "last", "forgetting")

@@ -55,6 +55,11 @@ class ProbeSetup(NamedTuple):
         tasks = self.tasks[: min(limit, self.config.chunk_size or limit)]
         return [first_steps(task, _PROBE_STEPS) for task in tasks]
 
+    @property
+    def probe_steps(self) -> int:
+        """The number of steps that are timed."""
+        return max(task.num_steps for task in self.probe_tasks())
+
     def max_steps(self) -> int:
         """The number of steps of the longest task."""
         return max(task.num_steps for task in self.tasks)
@@ -198,19 +203,20 @@ def _fastest(setup: ProbeSetup, choices: Sequence[ExecutionPlan]) -> ExecutionPl
         if len(seconds) == 1 and _LONG_SECONDS < seconds[choice] < math.inf:
             _LOG.info(
                 "engine: measuring which is fastest, which takes a while: %d steps took %.0f s",
-                _PROBE_STEPS,
+                setup.probe_steps,
                 seconds[choice],
             )
     fastest = min(seconds, key=lambda choice: seconds[choice])
     reason = f"{fastest.reason}; " if fastest.reason else ""
-    return replace(fastest, reason=f"{reason}measured, ms a step: {_describe_times(seconds)}")
+    times = _describe_times(seconds, setup.probe_steps)
+    return replace(fastest, reason=f"{reason}measured, ms a step: {times}")
 
 
-def _describe_times(seconds: dict[ExecutionPlan, float]) -> str:
+def _describe_times(seconds: dict[ExecutionPlan, float], steps: int) -> str:
     """Milliseconds per step of every plan."""
     parts = []
     for execution_plan, duration in seconds.items():
-        milliseconds = 1000 * duration / _PROBE_STEPS
+        milliseconds = 1000 * duration / steps
         parts.append(f"{_label(execution_plan)} {milliseconds:.2g}")
     return ", ".join(parts)
 

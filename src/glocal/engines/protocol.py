@@ -98,8 +98,12 @@ def count_full_steps(orders: IntArray) -> int:
 
 
 def first_steps(task: ClientTask, steps: int) -> ClientTask:
-    """The same task with the first steps of its first epoch only."""
-    return task._replace(order=task.order[:1, :steps])
+    """The same task with about so many steps: at least one of every epoch, and as many of each.
+
+    An algorithm may train one part in some epochs and another part in the others.
+    """
+    num_epochs = task.order.shape[0]
+    return task._replace(order=task.order[:, : max(1, steps // num_epochs)])
 
 
 def tree_bytes(task: ClientTask) -> int:
