@@ -230,11 +230,11 @@ def _take_part(
             f"data: {purpose} is {describe_value(part)}; "
             "a share from 0 to below 1, or data for every client, was expected"
         )
-    return _hold_out_by_class(data, float(part), seed, purpose, first_client)
+    return held_out(data, float(part), seed=seed, purpose=purpose, first_client=first_client)
 
 
-def _hold_out_by_class(
-    data: ClientData, share: float, seed: int, purpose: str, first_client: int
+def held_out(
+    data: ClientData, share: float, *, seed: int, purpose: str, first_client: int = 0
 ) -> tuple[ClientData, ClientData]:
     """The rest of every client's examples, and what is held out, by class where there are any."""
     y = data.examples.y

@@ -226,12 +226,16 @@ def _assign_in_proportion(
 
 def class_labels(labels: torch.Tensor, part: str) -> IntArray:
     """Labels as numpy has them; anything but class numbers is refused."""
+    _require_class_numbers(labels, part)
+    return np.asarray(labels.cpu().numpy())
+
+
+def _require_class_numbers(labels: torch.Tensor, part: str) -> None:
     if labels.dim() != 1 or labels.dtype != torch.int64:
         raise InputError(
             f"data: {part} labels are {tuple(labels.shape)} {labels.dtype}; "
             "whole numbers (rows,) were expected: y.long()"
         )
-    return np.asarray(labels.cpu().numpy())
 
 
 def _slots(clients: int, classes_per_client: int, classes: IntArray, train: IntArray) -> IntArray:
