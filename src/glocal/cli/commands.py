@@ -44,6 +44,9 @@ Local = Annotated[
 Shared = Annotated[
     list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")
 ]
+Frozen = Annotated[
+    list[str] | None, typer.Option(help="What nobody trains or sends. May be repeated.")
+]
 EngineName = Annotated[
     str | None,
     typer.Option(
@@ -453,12 +456,14 @@ def split(
     model: Annotated[str, typer.Argument(help="mlp, lenet5, or your own module:function.")],
     local: Local = None,
     shared: Shared = None,
+    frozen: Frozen = None,
 ) -> None:
-    """Show which part of a model stays on the client and which is sent."""
-    from glocal.core.split import Split
+    """Show which part of a model stays on the client, which is sent, and which is frozen."""
+    from glocal.core.split import Split, with_frozen
     from glocal.studies.build import default_model
 
     built = default_model(model)
+    built = with_frozen(built, frozen) if frozen else built
     print(Split.of(built, local=local or None, shared=shared or None).describe(built))
 
 

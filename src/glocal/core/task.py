@@ -24,7 +24,7 @@ from glocal.core.modules import (
     predictor,
     training_forward,
 )
-from glocal.core.split import layer_names
+from glocal.core.split import Selector, layer_names, with_frozen
 from glocal.core.training import (
     Augment,
     ModelLoss,
@@ -64,6 +64,8 @@ class Task:
     - `make_targets(x)` gives the targets where data have none; the inputs otherwise.
     - `head` names the module that takes the representation; by default the last layer with weights.
     - `pretext` is what the model learns from besides its targets.
+    - `frozen` selects parameters that nobody trains or sends, as in `Split.of`, besides those that
+      need no gradient. The task's model is then a copy, which shares their values.
     - `has_ignored` says that some targets are -100, which do not count; `fit` finds out.
 
     >>> task = Task(nn.Linear(4, 2), nn.CrossEntropyLoss(), metrics=["accuracy"])
@@ -81,10 +83,13 @@ class Task:
     make_targets: Callable[[Values], Values] | None = None
     head: str | None = None
     pretext: Pretext | None = None
+    frozen: Selector | None = None
     has_ignored: bool = False
 
     def __post_init__(self) -> None:
         _require_model(self.model)
+        if self.frozen is not None:
+            object.__setattr__(self, "model", with_frozen(self.model, self.frozen))
         for name in ("forward", "augment", "make_targets"):
             _require_function(name, getattr(self, name))
         if self.ensemble not in ENSEMBLES:

@@ -121,13 +121,15 @@ class TaskSettings:
 
     A kind is classification, regression, multilabel or tokens; a function of your own
     ("module:function") gets the model and gives a `Task`. The first metric is the one that figures
-    are about; without `metrics` they are those of the kind.
+    are about; without `metrics` they are those of the kind. `frozen` names parts of the model that
+    nobody trains or sends.
     """
 
     kind: str = "classification"
     metrics: tuple[str, ...] | None = None
     ensemble: str | None = None
     head: str | None = None
+    frozen: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
