@@ -3,8 +3,6 @@
 Algorithm 1, and the step on alpha below it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.func import grad
@@ -44,35 +42,45 @@ class APFL(Algorithm):
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Both models train."""
-        return self._train(self._both_names, message, private, work)
+        return self._train(self.task.trainable, message, private, work)
 
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The client's own model trains alone."""
-        return self._train(self._own_names, message, private, work)
+        return self._train(frozenset(), message, private, work)
 
     def personal(self, shared: Params, private: Params) -> Params:
         """The mixture."""
         return mix(shared, private)
 
-    @property
-    def _own_names(self) -> frozenset[str]:
-        return frozenset(_OWN + name for name in self.task.trainable)
-
-    @property
-    def _both_names(self) -> frozenset[str]:
-        return self.task.trainable | self._own_names
-
     def _train(
-        self, trainable: frozenset[str], message: Message, private: Params, work: Work
+        self, shared: frozenset[str], message: Message, private: Params, work: Work
     ) -> Update:
+        """The client's own model trains, and these tensors of the shared one."""
         alpha = private[ALPHA]
         if self.alpha_lr:
             gradient = _alpha_gradient(self.objective, message, private, work)
             alpha = (alpha - self.alpha_lr * gradient).clamp(0, 1)
-        joint = Objective(MixtureLoss(self.objective), trainable)
+        own = frozenset(_OWN + name for name in self.task.trainable)
+        joint = Objective(self._two_losses, shared | own)
         trained = local_train(joint, {**message, **private, ALPHA: alpha}, work, self.optimizer)
         kept = {**trees.pick(trained.params, private), ALPHA: alpha}
         return Update(change(trained.params, message), kept, {"loss": trained.loss})
+
+    def _two_losses(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """One value whose gradients are those of two losses: of w its own, of v the mixture's.
+
+        The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
+        difference `alone - alone.detach()` is 0, and has the gradient of w's own loss.
+        """
+        own = trees.under_prefix(_OWN, params)
+        shared = trees.pick(params, own)
+        detached = {name: tensor.detach() for name, tensor in shared.items()}
+        mixture = mix(detached, params)
+        alone, buffers = self.objective.value(shared, batch)
+        mixed_params = {**own, **trees.pick(mixture, self.objective.trainable)}
+        mixed, own_buffers = self.objective.value(mixed_params, batch)
+        both_buffers = {**buffers, **trees.with_prefix(_OWN, own_buffers)}
+        return mixed + alone - alone.detach(), both_buffers
 
 
 def mix(shared: Params, private: Params) -> Params:
@@ -82,29 +90,6 @@ def mix(shared: Params, private: Params) -> Params:
         mixed = alpha * private[_OWN + name] + (1 - alpha) * tensor
         mixture[name] = mixed if tensor.is_floating_point() else mixed.round().to(tensor)
     return mixture
-
-
-@dataclass(frozen=True, eq=False)
-class MixtureLoss:
-    """One value whose gradients are those of two losses: of w its own, of v the mixture's.
-
-    The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
-    difference `alone - alone.detach()` is 0, and has the gradient of w's own loss.
-    """
-
-    objective: Objective
-
-    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """The mixture's loss (), and the buffers of both models after the step."""
-        own = trees.under_prefix(_OWN, params)
-        shared = trees.pick(params, own)
-        detached = {name: tensor.detach() for name, tensor in shared.items()}
-        mixture = mix(detached, params)
-        alone, buffers = self.objective.value(shared, batch)
-        mixed_params = {**own, **trees.pick(mixture, self.objective.trainable)}
-        mixed, own_buffers = self.objective.value(mixed_params, batch)
-        value = mixed + alone - alone.detach()
-        return value, {**buffers, **trees.with_prefix(_OWN, own_buffers)}
 
 
 def _alpha_gradient(objective: Objective, shared: Params, private: Params, work: Work) -> Tensor:

@@ -337,13 +337,6 @@ def batches(work: Work) -> Iterator[Batch]:
         yield take_batch(work.examples, rows[step], mask[step], keys[step])
 
 
-def own_rows(work: Work) -> tuple[Tensor, Tensor]:
-    """A client's rows once each, those of the first epoch, and their mask (rows,)."""
-    first = work.order[0].flatten()
-    rows, mask = row_indices(first[None], work.pad_row)
-    return rows[0], mask[0]
-
-
 def row_indices(order: Tensor, pad_row: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and mask (..., steps, batch) of all steps, of one client or of many (...)."""
     mask = order >= 0
