@@ -1,8 +1,8 @@
 """The contract: every exported algorithm passes every check on every kind of model.
 
-The default suite has a model with batch norm and dropout, and a recurrent one; `make slow` has the
-full product, with other models, workers, fused steps and clients of one example. Engines compute
-the same, so they are compared in float64 to 1e-10.
+The default suite has a model with batch norm and dropout, and for the first laws a recurrent one;
+`make slow` has the full product, with other models, workers, fused steps and clients of one
+example. Engines compute the same, so they are compared in float64 to 1e-10.
 """
 
 from dataclasses import replace
@@ -30,9 +30,11 @@ EXACT = 1e-10
 SMALL, *OTHERS = world.MODELS
 small = pytest.param(SMALL, marks=pytest.mark.quick)
 others = [pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS]
+recurrent = pytest.param(world.RECURRENT, marks=pytest.mark.slow)
 
 every_algorithm = pytest.mark.parametrize("name", world.NAMES)
-every_model = pytest.mark.parametrize("kind", [small, world.RECURRENT, *others])
+every_model = pytest.mark.parametrize("kind", [small, recurrent, *others])
+recurrent_by_default = pytest.mark.parametrize("kind", [small, world.RECURRENT, *others])
 
 
 def model_of(kind, seed=0, dtype=torch.float64):
@@ -72,13 +74,13 @@ def states_of(replica, state, engine="vmapped"):
 
 
 @every_algorithm
-@every_model
+@recurrent_by_default
 def test_batched_over_clients_equals_one_by_one(name, kind):
     assert world.gap(baseline(name, kind), run(name, kind, engine="looped")) < EXACT
 
 
 @every_algorithm
-@every_model
+@recurrent_by_default
 def test_the_vmapped_engine_is_really_batched(name, kind):
     replica, state = start(name, kind, Plan(1, 4, batch_size=5))
     executors = build_executors(replica.groups, "vmapped", num_calls=1)
@@ -88,7 +90,7 @@ def test_the_vmapped_engine_is_really_batched(name, kind):
 
 @every_algorithm
 @every_model
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("chunk", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_size_of_a_chunk_changes_nothing(name, kind, chunk):
     assert world.gap(run(name, kind, chunk_size=chunk), baseline(name, kind)) < EXACT
 
@@ -104,7 +106,7 @@ def padded_orders(order):
 
 
 @every_algorithm
-@every_model
+@recurrent_by_default
 def test_padding_changes_nothing(name, kind):
     replica, state = start(name, kind)
     group = replica.groups[0]

@@ -52,21 +52,7 @@ class APFL(Algorithm):
         """The mixture."""
         return mix(shared, private)
 
-    def _train(
-        self, shared: frozenset[str], message: Message, private: Params, work: Work
-    ) -> Update:
-        """The client's own model trains, and these tensors of the shared one."""
-        alpha = private[ALPHA]
-        if self.alpha_lr:
-            gradient = _alpha_gradient(self.objective, message, private, work)
-            alpha = (alpha - self.alpha_lr * gradient).clamp(0, 1)
-        own = frozenset(_OWN + name for name in self.task.trainable)
-        joint = Objective(self._two_losses, shared | own)
-        trained = local_train(joint, {**message, **private, ALPHA: alpha}, work, self.optimizer)
-        kept = {**trees.pick(trained.params, private), ALPHA: alpha}
-        return Update(change(trained.params, message), kept, {"loss": trained.loss})
-
-    def _two_losses(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+    def mixture_loss(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """One value whose gradients are those of two losses: of w its own, of v the mixture's.
 
         The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
@@ -82,6 +68,20 @@ class APFL(Algorithm):
         both_buffers = {**buffers, **trees.with_prefix(_OWN, own_buffers)}
         return mixed + alone - alone.detach(), both_buffers
 
+    def _train(
+        self, shared: frozenset[str], message: Message, private: Params, work: Work
+    ) -> Update:
+        """The client's own model trains, and these tensors of the shared one."""
+        alpha = private[ALPHA]
+        if self.alpha_lr:
+            gradient = _alpha_gradient(self.objective, message, private, work)
+            alpha = (alpha - self.alpha_lr * gradient).clamp(0, 1)
+        own = frozenset(_OWN + name for name in self.task.trainable)
+        joint = Objective(self.mixture_loss, shared | own)
+        trained = local_train(joint, {**message, **private, ALPHA: alpha}, work, self.optimizer)
+        kept = {**trees.pick(trained.params, private), ALPHA: alpha}
+        return Update(change(trained.params, message), kept, {"loss": trained.loss})
+
 
 def mix(shared: Params, private: Params) -> Params:
     """Alpha * v + (1 - alpha) * w, name by name; counters are rounded."""
@@ -96,9 +96,9 @@ def _alpha_gradient(objective: Objective, shared: Params, private: Params, work:
     """<v - w, gradient of the mixture's loss> on the first batch of the round ()."""
     batch = next(batches(work))
 
-    def mixture_loss(alpha: Tensor) -> Tensor:
+    def loss(alpha: Tensor) -> Tensor:
         mixture = mix(shared, {**private, ALPHA: alpha})
         return objective.value(mixture, batch)[0]
 
-    gradient: Tensor = grad(mixture_loss)(private[ALPHA])
+    gradient: Tensor = grad(loss)(private[ALPHA])
     return gradient

@@ -51,9 +51,10 @@ class FedProto(Algorithm):
     @property
     def objective(self) -> Objective:
         """The task's loss plus lam times the distance of representations to their prototypes."""
-        return Objective(self._loss, self.task.trainable)
+        return Objective(self.prototype_loss, self.task.trainable)
 
-    def _loss(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+    def prototype_loss(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """Its value (), and the buffers after the step."""
         y, mask = batch.y, batch.mask
         output, features, buffers = self.task.with_features(params, batch.x, mask, batch.key)
         gaps = (features.flatten(1) - params[_PROTOTYPES][y]).square().mean(1) * params[_SEEN][y]
@@ -90,10 +91,11 @@ class FedProto(Algorithm):
 
     def _sums(self, params: Params, message: Message, work: Work) -> Message:
         """The sum of the client's representations by class, and their number."""
-        sums, classes = trees.zeros_like(message), torch.arange(len(message[_SEEN]))
+        sums, seen = trees.zeros_like(message), message[_SEEN]
+        classes = torch.arange(len(seen), device=seen.device)
         for batch in batches(work.epochs(0, 1)):
             features = self.task.represent(params, batch.x, batch.mask).flatten(1)
-            is_class = (batch.y[:, None] == classes.to(batch.y)) & batch.mask[:, None]
+            is_class = (batch.y[:, None] == classes) & batch.mask[:, None]
             counts = is_class.to(features)
             sums = trees.add(sums, {_PROTOTYPES: counts.T @ features, _SEEN: counts.sum(0)})
         return sums
