@@ -168,9 +168,11 @@ class Objective(NamedTuple):
         return self._replace(trainable=self.trainable & frozenset(names))
 
     def near(self, anchor: Params, strength: float) -> "Objective":
-        """Add strength/2 * ||params - anchor||^2 over the trainable tensors."""
-        term = Proximal(trees.pick(anchor, self.trainable), strength)
-        return self._replace(proximal=(*self.proximal, term))
+        """Add strength/2 * ||params - anchor||^2 over the trainable tensors, if there are any."""
+        chosen = trees.pick(anchor, self.trainable)
+        if not chosen:
+            return self
+        return self._replace(proximal=(*self.proximal, Proximal(chosen, strength)))
 
     def plus_linear(self, direction: Params) -> "Objective":
         """Add <direction, params> over the trainable tensors."""
