@@ -147,6 +147,22 @@ def test_what_sends_nothing_has_nothing_to_guard(guard, tmp_path):
         setup(tmp_path / "here", "Silent", settings=GUARDS[guard])
 
 
+def test_every_algorithm_is_a_word_of_a_study(tmp_path):
+    """Each trains, is tested, saved, and reported."""
+    table = {
+        "data": {"clients": 5},
+        "plan": {"rounds": 1, "clients_per_round": 2},
+        "model": {"hidden": [8]},
+        "optimizer": {"momentum": 0.0},
+        "split": {"local": ["layer1"]},
+        "experiments": {name: {"algorithm": name} for name in world.NAMES},
+    }
+    finished = {each.experiment for each in run_study(from_dict(table), tmp_path / "run")}
+    assert finished == {*world.NAMES}
+    page = write_report(tmp_path / "run").read_text()
+    assert all(f">{name}<" in page for name in world.NAMES)
+
+
 RENAMED = """
 from glocal import FedAvg, LGFedAvg
 
