@@ -159,6 +159,17 @@ class Task:
             )
         return layers[-1]
 
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """Outputs and features of the head; one that is no linear layer is refused."""
+        head = self.model.get_submodule(self.head_name)
+        if not isinstance(head, nn.Linear):
+            raise InputError(
+                f"task: the head '{self.head_name}' is a {type(head).__name__}, and an nn.Linear "
+                "was expected; name one with head="
+            )
+        return head.out_features, head.in_features
+
     def initial_params(self) -> Params:
         """A copy of all tensors that are not frozen, those of a pretext's network included."""
         own = params_of(self.model)

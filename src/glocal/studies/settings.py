@@ -154,6 +154,7 @@ class RunSettings:
     new_test_members: int = count_field(200, maximum=MAX_CLIENTS)
 
     def __post_init__(self) -> None:
+        require_counts("settings: run.", self)
         if self.tests not in ("both", "local"):
             raise InputError(
                 f"settings: run.tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)"
