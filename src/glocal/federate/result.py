@@ -1,7 +1,7 @@
 """The result of a run: every client's model and the metrics, for all seeds and groups."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,8 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     saved = require_format(read_json(home / _FILE, dict), home / _FILE)
     results: list[GroupResult] = []
     for place, entry in enumerate(saved["groups"]):
-        own = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
+        given = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
+        own = _as_trained(given, entry)
         if place == 0:
             _require_same(saved["algorithm"], own, home)
         tensors, _ = read_tensors(home / f"models-{place}.safetensors")
@@ -236,6 +237,20 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     for each in results:
         metrics |= {metric.name: metric for metric in each.task.all_metrics}
     return Result(tuple(results), MetricsTable(rows, tuple(metrics.values())))
+
+
+def _as_trained(algorithm: Algorithm, entry: Json) -> Algorithm:
+    """The algorithm with what training found out: targets that do not count, and the criterion.
+
+    Of the metrics that rounds are selected by, the loss need not be among the task's own.
+    """
+    task = algorithm.task
+    names = [metric.name for metric in task.all_metrics]
+    if "loss" in entry["metrics"] and "loss" not in names:
+        task = replace(task, metrics=[*task.all_metrics, task.find_metric("loss")])
+    if entry["has_ignored"] and not task.has_ignored:
+        task = replace(task, has_ignored=True)
+    return algorithm if task is algorithm.task else replace(algorithm, task=task)
 
 
 def metric_rows(result: GroupResult, split: str, figures: Mapping[str, Figures]) -> list[MetricRow]:
@@ -262,6 +277,8 @@ def _entry(result: GroupResult) -> Json:
     """All but tensors and figures."""
     return {
         "group": result.group,
+        "metrics": [metric.name for metric in result.task.all_metrics],
+        "has_ignored": result.task.has_ignored,
         "plan": asdict(result.plan),
         "stored": sorted(result.state.private.stored),
         "selected_round": result.selected_round,
