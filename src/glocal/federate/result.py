@@ -28,7 +28,12 @@ from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.evaluate import Evaluator, Figures, NewTest, local_figures, new_test
 from glocal.federate.group_result import GroupResult
-from glocal.federate.metrics_table import MetricRow, MetricsTable, describe_value_of
+from glocal.federate.metrics_table import (
+    MetricRow,
+    MetricsTable,
+    describe_undefined,
+    describe_value_of,
+)
 from glocal.federate.outputs import validate_task_data
 from glocal.federate.preparation import prepare_data
 from glocal.wire import Ledger, split_private
@@ -85,8 +90,7 @@ class Result:
         if not undefined:
             return ""
         tested = len(self.metrics.where(metric=metric.name, split="test"))
-        seeds = "" if len(self.seeds) == 1 else f" over {len(self.seeds)} seeds"
-        return f" ({undefined} of {tested} clients undefined{seeds})"
+        return f" ({describe_undefined(undefined, tested, len(self.seeds))})"
 
     @property
     def algorithm(self) -> Algorithm:
