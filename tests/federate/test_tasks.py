@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -23,6 +24,7 @@ from glocal.report import write_report
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import tasks, world
+from tests.support.command_line import complaint, run
 from tests.support.tasks import CASES
 
 ROUNDS = 6
@@ -290,15 +292,42 @@ def study(case):
     )
 
 
-def test_its_report_is_written_with_its_own_metric(fitted, tmp_path):
-    list(run_study(study(fitted.case), tmp_path))
-    page = write_report(tmp_path).read_text()
-    [result] = read_json(tmp_path / "experiments/both/result.json", list)
+@pytest.fixture(scope="module")
+def studied(fitted, tmp_path_factory):
+    """The folder of a study of the task."""
+    folder = tmp_path_factory.mktemp("study")
+    list(run_study(study(fitted.case), folder))
+    return folder
+
+
+def test_its_report_is_written_with_its_own_metric(fitted, studied):
+    page = write_report(studied).read_text()
+    [result] = read_json(studied / "experiments/both/result.json", list)
     first = fitted.result.algorithm.task.metric
     assert result["metric"] == first.name
     assert f"Local Test: {first.name}" in page
     if first.name != "accuracy":
         assert not re.search(r"\baccuracy\b", page.split("<h2>Settings</h2>")[0])
+
+
+@pytest.mark.slow
+def test_a_new_client_joins_the_study_and_its_page_is_written(fitted, studied, tmp_path, capsys):
+    some = new_client(fitted, rows=8)
+    arrays = {"x": some.x} if some.y is some.x else {"x": some.x, "y": some.y}
+    capsys.readouterr()
+    command = ["join", studied, "--data", tmp_path / "new.npz", "--epochs", "1", "--labels", "0,4"]
+    if isinstance(some.x, dict):
+        np.savez(tmp_path / "new.npz", **some.x)
+        assert run(*command, "--name", "ward") == 2
+        assert "one tensor of inputs was expected" in complaint(capsys)
+        return
+    np.savez(tmp_path / "new.npz", **arrays)
+    assert run(*command, "--name", "ward") == 0, capsys.readouterr().err
+    page = (studied / "joined/ward/report.html").read_text()
+    methods = {row["method"] for row in read_json(studied / "joined/ward/join.json", dict)["rows"]}
+    assert ("confident" in methods) == fitted.case.has_classes
+    assert "local part" in methods, "it trains, without targets where the task has none"
+    assert fitted.result.algorithm.task.metric.name in page
 
 
 # ---- data
