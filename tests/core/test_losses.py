@@ -1,6 +1,7 @@
 """A loss that reduces over the rows would count padded ones: it is translated, or refused."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -42,7 +43,15 @@ def pair_of_totals(outputs, targets):
     return functional.cross_entropy(outputs, targets), torch.ones(())
 
 
+class MeanError(nn.Module):
+    """A module of the user's own, without torch's `reduction`."""
+
+    def forward(self, outputs, targets):
+        return functional.cross_entropy(outputs, targets)
+
+
 REDUCING = {
+    "a module": (MeanError(), r"shape \(\)"),
     "a mean": (reduced, r"shape \(\)"),
     "a mean that keeps its axis": (with_axis, r"shape \(1,\)"),
     "one value per class": (by_class, r"shape \(3,\)"),
@@ -183,6 +192,24 @@ def test_a_loss_may_weigh_classes_and_leave_labels_out():
     weights = torch.tensor([1.0, 2.0, 0.5])
     loss = nn.CrossEntropyLoss(weight=weights, ignore_index=1, reduction="none")
     assert fit(algorithm(loss), **PLAN).local_test is not None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.MSELoss(reduction="sum"),
+        partial(functional.cross_entropy, reduction="sum"),
+        partial(functional.mse_loss, reduction="sum"),
+        nn.KLDivLoss(reduction="batchmean"),
+    ],
+    ids=["module", "squared error", "functional", "functional squared error", "batchmean"],
+)
+def test_a_loss_that_sums_is_refused_when_the_task_is_made(loss):
+    message = r"loss: its reduction is '(sum|batchmean)'; 'mean' or 'none' was expected"
+    with pytest.raises(InputError, match=message) as refused:
+        algorithm(loss)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_loss_with_weights_of_its_own_is_refused():

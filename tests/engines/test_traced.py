@@ -32,6 +32,31 @@ def test_traced_steps_of_many_clients_give_the_numbers_of_the_loop(name, kind, c
     assert_batched_is_looped(algorithm, conv_as_matmul=conv_as_matmul)
 
 
+class Attending(nn.Module):
+    """A stock encoder layer over the features, two by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(world.FEATURES, world.CLASSES)
+
+    def forward(self, x):
+        return self.head(self.encoder(x.unflatten(1, (-1, 2))).flatten(1))
+
+
+@pytest.mark.parametrize("engine", ["vmapped", "traced"])
+def test_stock_attention_is_batched_over_clients_and_settings_of_torch_are_restored(engine):
+    """Torch's kernels have no batching rule, of which it warns; here a warning is an error."""
+    task = glocal.classification(world.seeded(Attending).double())
+    algorithm = glocal.FedAvg(task, optimizer=SGD(lr=0.1, momentum=0.5))
+    if engine == "traced":
+        assert_batched_is_looped(algorithm)
+    else:
+        assert world.gap(train(algorithm, engine), train(algorithm, "looped")) < EXACT
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 class Drifting(glocal.FedAvg):
     """A constant in every gradient, another one for every client."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from glocal.core.errors import InputError
 from glocal.core.files import FORMAT
-from glocal.report import draw_classes, write_report
+from glocal.report import draw_classes, write_deploy_report, write_report
 from glocal.studies.metric_format import ACCURACY, MetricFormat
 from glocal.studies.run import experiment_folder
 from tests.support.outline import Outline
@@ -52,7 +52,7 @@ def result(
         }
         for client in range(CLIENTS)
     ]
-    spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
+    spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality, "undefined": 0}
     ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
     about = {"higher_is_better": metric.higher_is_better, "is_fraction": metric.is_fraction}
     tests = {"local_test": spread, "new_test": ways["logits"], "validation": spread}
@@ -276,7 +276,7 @@ def test_one_round_is_enough(tmp_path: Path) -> None:
 def test_without_test_data_the_table_has_dashes(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
     client = {"client": 0, "train": 30, "val": 0, "test": 0, "times_sampled": 1, "local_test": None}
-    nothing = {"mean": None, "worst_tenth": None, "pooled": None}
+    nothing = {"mean": None, "worst_tenth": None, "pooled": None, "undefined": 0}
     about = {"higher_is_better": True, "is_fraction": True}
     metrics = {"accuracy": {**about, "local_test": nothing, "new_test": None}}
     tested = {"local_test": nothing, "new_test": None, "metrics": metrics}
@@ -437,3 +437,58 @@ def test_a_phone_shows_the_page_without_scrolling_sideways_in_light_and_dark(
         assert all(200 < width < 360 for width in seen["plots"])
     assert dark["background"] != light["background"]
     assert dark["words"] != light["words"]
+
+
+# a deployed run
+
+
+def deployed_run(folder: Path, metric: MetricFormat, figures: list[float | None]) -> Path:
+    """The files of a run on Flower whose clients have these figures."""
+    clients = [
+        {
+            "client": number,
+            "name": f"clinic-{number}",
+            "rounds": 1,
+            "last_round": 0,
+            "train_size": 20,
+            "test_size": 5,
+            "validation": figure,
+            "test": figure,
+            "new_client": False,
+        }
+        for number, figure in enumerate(figures)
+    ]
+    known = [figure for figure in figures if figure is not None]
+    local = {"mean": sum(known) / len(known), "worst_tenth": max(known), "pooled": None}
+    about = {"higher_is_better": metric.higher_is_better, "is_fraction": metric.is_fraction}
+    run = folder / "clinics/runs/first"
+    write(
+        run / "result.json",
+        {
+            "metric": metric.name,
+            "metrics": {metric.name: {**about, "local_test": local}},
+            "local_test": local,
+            "clients": clients,
+            "ledger": ledger(1),
+            "privacy": None,
+        },
+    )
+    write(run / "live.json", {"state": "done"})
+    row = {"round": 0, "loss": 0.5, "losses": {"clinic-0": 0.5}, "clients": ["clinic-0"]}
+    row |= {"seconds": 1.0, "dropped": {}, "notes": {}, "offline": []}
+    (run / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return run
+
+
+def test_the_page_of_a_deployed_run_names_its_own_metric(tmp_path: Path) -> None:
+    page = write_deploy_report(deployed_run(tmp_path, RMSE, [1.25, 2.5, None])).read_text()
+    assert "The rmse of their own models on their own test data is 1.875" in page
+    assert '<th scope="col">Local Test: rmse</th>' in page
+    assert "<td>1.25</td><td>1.25</td>" in page
+    assert "<td>–</td><td>–</td>" in page
+    assert "accuracy" not in page
+    fractions = deployed_run(tmp_path / "other", ACCURACY, [0.5, 0.75])
+    page = write_deploy_report(fractions).read_text()
+    assert "The accuracy of their own models on their own test data is 62.5 % (the mean" in page
+    assert '<th scope="col">Local Test: accuracy, %</th>' in page
+    assert "<td>75.0</td>" in page

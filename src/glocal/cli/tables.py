@@ -10,7 +10,7 @@ from rich.table import Table
 
 from glocal.core.files import Json
 from glocal.studies.findings import OF_THE_METRIC, Findings
-from glocal.studies.metric_format import AUC, MetricFormat, new_test_of
+from glocal.studies.metric_format import AUC, MetricFormat, new_test_of, undefined_metrics
 from glocal.studies.study import PublishedRow, Score, Study
 
 _MIN_WIDTH = 500
@@ -41,6 +41,9 @@ def print_table(results: dict[str, list[Json]]) -> None:
         figures = [format_mean_std(column, metric) for column in (local, worst, new)]
         table.add_row(escape(name), *figures, format_bytes(sent), counted, str(never))
     Console().print(table)
+    for name, seeds in results.items():
+        for phrase in undefined_metrics(seeds):
+            print(f"{name}: {phrase}, left out of the mean")
 
 
 def print_groups(results: dict[str, list[Json]]) -> None:

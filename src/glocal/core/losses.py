@@ -42,6 +42,17 @@ def per_example_loss(loss: Loss, *, has_ignored: bool = False) -> PerExampleLoss
     )
 
 
+def ignored_index(loss: Loss) -> int | None:
+    """The class number that a loss does not count; None for a loss without class numbers."""
+    ignored: int | None
+    if isinstance(loss, nn.Module):
+        ignored = getattr(loss, "ignore_index", None)
+        return ignored
+    function, settings = _function_and_settings(loss)
+    ignored = settings.get("ignore_index", IGNORED)
+    return ignored if function in (functional.cross_entropy, functional.nll_loss) else None
+
+
 def per_example_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross entropy of every example (rows,)."""
     return functional.cross_entropy(logits, labels, reduction="none")
@@ -117,9 +128,7 @@ def _of_module(loss: nn.Module, has_ignored: bool) -> PerExampleLoss:
 
 
 def _of_function(loss: Loss, has_ignored: bool) -> PerExampleLoss:
-    function, settings = loss, dict[str, Any]()
-    if isinstance(loss, partial) and not loss.args:
-        function, settings = loss.func, dict(loss.keywords)
+    function, settings = _function_and_settings(loss)
     if not _takes_reduction(function):
         return loss
     _require_reduction(settings.pop("reduction", "mean"))
@@ -128,6 +137,13 @@ def _of_function(loss: Loss, has_ignored: bool) -> PerExampleLoss:
         from_logits = function is functional.cross_entropy
         return _cross_entropy(has_ignored, **settings, from_logits=from_logits)
     return partial(function, **settings, reduction="none")
+
+
+def _function_and_settings(loss: Loss) -> tuple[Loss, dict[str, Any]]:
+    """The function of a partial and its keywords; any other function as it is."""
+    if isinstance(loss, partial) and not loss.args:
+        return loss.func, dict(loss.keywords)
+    return loss, {}
 
 
 def _cross_entropy(has_ignored: bool, **settings: Any) -> PerExampleLoss:

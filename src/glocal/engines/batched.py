@@ -46,6 +46,7 @@ from glocal.core.training import (
     take_batch,
 )
 from glocal.core.trees import Params
+from glocal.engines.attention import batchable_attention
 from glocal.engines.conv_matmul import ConvAsMatmul
 from glocal.engines.flat_step import (
     FlatStep,
@@ -217,7 +218,7 @@ class TracedBatchedTraining:
         # the last tensor is the round index, which all clients share
         in_dims = (*[0] * (len(tensors) - 1), None)
         all_clients = torch.vmap(one_client, in_dims=in_dims, randomness="error")
-        with ConvAsMatmul(enabled=self.conv_as_matmul):
+        with ConvAsMatmul(enabled=self.conv_as_matmul), batchable_attention():
             traced = trace_step(all_clients, [tensor.clone() for tensor in tensors])
         return self.compiler(traced) if self.compiler else traced
 

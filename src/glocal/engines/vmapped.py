@@ -12,6 +12,7 @@ from glocal.core.data import Examples
 from glocal.core.sampling import pad_and_stack
 from glocal.core.training import Work
 from glocal.core.trees import Params
+from glocal.engines.attention import batchable_attention
 from glocal.engines.protocol import (
     ClientFunction,
     ClientResults,
@@ -59,7 +60,7 @@ def vmap_clients(
     # of `work`, orders, keys and pad rows have an axis of clients; None: the same for all clients
     work_dims = Work(None, 0, 0, 0, 0, None, None, None)  # type: ignore[arg-type]
     batched = torch.vmap(function, in_dims=(0, 0, work_dims), randomness="error")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), batchable_attention():
         # Where torch has no batching rule it loops over the clients inside, and warns. An error
         # instead lets the executor fall back to its own loop: as fast, and reported once.
         warnings.filterwarnings("error", message="There is a performance drop")

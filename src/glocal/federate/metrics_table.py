@@ -123,6 +123,16 @@ def _html_row(row: MetricRow) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
+def describe_undefined(undefined: int, tested: int, seeds: int = 1) -> str:
+    """For how many of the clients that were tested a metric is undefined, over all seeds.
+
+    >>> describe_undefined(7, 100), describe_undefined(14, 200, seeds=2)
+    ('7 of 100 clients undefined', '14 of 200 clients over 2 seeds undefined')
+    """
+    over = f" over {seeds} seeds" if seeds > 1 else ""
+    return f"{undefined:,} of {tested:,} clients{over} undefined"
+
+
 def describe_value_of(metric: Metric, value: float | None) -> str:
     """A figure as people read it.
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from glocal.core import trees
 from glocal.core.data import Examples
 from glocal.core.errors import InputError, describe_error, describe_value
-from glocal.core.losses import WeightedCrossEntropy, per_example_cross_entropy
+from glocal.core.losses import WeightedCrossEntropy, ignored_index, per_example_cross_entropy
 from glocal.core.metric import Metric
 from glocal.core.modules import params_of
 from glocal.core.task import Task
@@ -21,17 +21,18 @@ _TRIED_ROWS = 3
 def validate_task_data(task: Task, federation: FederatedData) -> None:
     """Refuse data that cannot be trained on, or that the model cannot take."""
     output = example_output(task, federation.train.examples.x)
-    loss, classes, ignored = task.per_example, None, None
-    if loss is per_example_cross_entropy or isinstance(loss, WeightedCrossEntropy):
+    classes, ignored = None, None
+    if has_class_targets(task):
         classes = _classes(output, federation.train.examples)
-        ignored = ignored_target(task)
+        ignored = ignored_index(task.loss)
     validate_data(federation, classes, ignored)
-    _try_metrics(task, federation.train.examples)
+    try_metrics(task, federation.train.examples)
 
 
-def ignored_target(task: Task) -> int | None:
-    """The class number that the loss does not count; None for a loss without class numbers."""
-    return getattr(task.loss, "ignore_index", None)
+def has_class_targets(task: Task) -> bool:
+    """Whether the loss is torch's cross entropy, whose targets are classes."""
+    loss = task.per_example
+    return loss is per_example_cross_entropy or isinstance(loss, WeightedCrossEntropy)
 
 
 def num_classes(task: Task, inputs: Values) -> int:
@@ -85,7 +86,7 @@ def _classes(output: Tensor, examples: Examples) -> int | None:
     return output.shape[1]
 
 
-def _try_metrics(task: Task, examples: Examples) -> None:
+def try_metrics(task: Task, examples: Examples) -> None:
     """Work out every metric on a few examples: what fails here would fail after training."""
     some = examples.take(torch.arange(min(_TRIED_ROWS, examples.num_rows)).numpy())
     cpu = some.to(torch.device("cpu"))

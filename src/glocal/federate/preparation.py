@@ -10,11 +10,11 @@ from torch import Tensor
 from glocal.algorithms.contract import Algorithm
 from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError, describe_error, describe_value
+from glocal.core.losses import ignored_index
 from glocal.core.task import Task
 from glocal.core.values import num_rows
 from glocal.datasets.federated import FederatedData
 from glocal.federate.experiment import Experiment, Group, Phase
-from glocal.federate.outputs import ignored_target
 
 
 def prepare_data(data: FederatedData, task: Task) -> FederatedData:
@@ -24,19 +24,22 @@ def prepare_data(data: FederatedData, task: Task) -> FederatedData:
 
 def prepare_all(data: Sequence[FederatedData], task: Task) -> list[FederatedData]:
     """The same for the data of several seeds, which may share stores."""
-    dtype = _float_type(task)
     stores: dict[int, Examples] = {}
 
     def prepared(subset: ClientData) -> ClientData:
         key = id(subset.examples)
         if key not in stores:
-            examples = subset.examples.with_dtype(dtype)
-            stores[key] = _with_targets(examples, task)
+            stores[key] = prepare_examples(subset.examples, task)
         if stores[key] is subset.examples:
             return subset
         return replace(subset, examples=stores[key])
 
     return [each.map_subsets(prepared) for each in data]
+
+
+def prepare_examples(examples: Examples, task: Task) -> Examples:
+    """Numbers in the model's type, and targets made of the inputs where the task makes them."""
+    return _with_targets(examples.with_dtype(_float_type(task)), task)
 
 
 def prepare_experiment(experiment: Experiment) -> Experiment:
@@ -67,10 +70,17 @@ def prepare_experiment(experiment: Experiment) -> Experiment:
 
 def prepare_algorithm(algorithm: Algorithm, data: Sequence[FederatedData]) -> Algorithm:
     """The algorithm; its task knows whether some targets do not count."""
-    task = algorithm.task
-    if task.has_ignored or not any(has_ignored_targets(task, each) for each in data):
-        return algorithm
-    return replace(algorithm, task=replace(task, has_ignored=True))
+    task = prepare_task(algorithm.task, data)
+    return algorithm if task is algorithm.task else replace(algorithm, task=task)
+
+
+def prepare_task(task: Task, data: Sequence[FederatedData]) -> Task:
+    """The task, which knows whether some targets do not count."""
+    subsets = chain.from_iterable(each.subsets() for each in data)
+    stores = {id(subset.examples): subset.examples for subset in subsets}
+    if task.has_ignored or not any(has_ignored_targets(task, each) for each in stores.values()):
+        return task
+    return replace(task, has_ignored=True)
 
 
 def _float_type(task: Task) -> torch.dtype:
@@ -100,11 +110,7 @@ def _with_targets(examples: Examples, task: Task) -> Examples:
     return examples._replace(y=targets)
 
 
-def has_ignored_targets(task: Task, data: FederatedData) -> bool:
+def has_ignored_targets(task: Task, examples: Examples) -> bool:
     """Whether some target is one that the loss does not count."""
-    ignored = ignored_target(task)
-    for subset in data.subsets():
-        y = subset.examples.y
-        if isinstance(y, Tensor) and ignored is not None and bool((y == ignored).any()):
-            return True
-    return False
+    ignored, y = ignored_index(task.loss), examples.y
+    return isinstance(y, Tensor) and ignored is not None and bool((y == ignored).any())

@@ -1,7 +1,7 @@
 """The result of a run: every client's model and the metrics, for all seeds and groups."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,12 @@ from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.evaluate import Evaluator, Figures, NewTest, local_figures, new_test
 from glocal.federate.group_result import GroupResult
-from glocal.federate.metrics_table import MetricRow, MetricsTable, describe_value_of
+from glocal.federate.metrics_table import (
+    MetricRow,
+    MetricsTable,
+    describe_undefined,
+    describe_value_of,
+)
 from glocal.federate.outputs import validate_task_data
 from glocal.federate.preparation import prepare_data
 from glocal.wire import Ledger, split_private
@@ -85,8 +90,7 @@ class Result:
         if not undefined:
             return ""
         tested = len(self.metrics.where(metric=metric.name, split="test"))
-        seeds = "" if len(self.seeds) == 1 else f" over {len(self.seeds)} seeds"
-        return f" ({undefined} of {tested} clients undefined{seeds})"
+        return f" ({describe_undefined(undefined, tested, len(self.seeds))})"
 
     @property
     def algorithm(self) -> Algorithm:
@@ -226,7 +230,8 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     saved = require_format(read_json(home / _FILE, dict), home / _FILE)
     results: list[GroupResult] = []
     for place, entry in enumerate(saved["groups"]):
-        own = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
+        given = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
+        own = _as_trained(given, entry)
         if place == 0:
             _require_same(saved["algorithm"], own, home)
         tensors, _ = read_tensors(home / f"models-{place}.safetensors")
@@ -236,6 +241,20 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     for each in results:
         metrics |= {metric.name: metric for metric in each.task.all_metrics}
     return Result(tuple(results), MetricsTable(rows, tuple(metrics.values())))
+
+
+def _as_trained(algorithm: Algorithm, entry: Json) -> Algorithm:
+    """The algorithm with what training found out: targets that do not count, and the criterion.
+
+    Of the metrics that rounds are selected by, the loss need not be among the task's own.
+    """
+    task = algorithm.task
+    names = [metric.name for metric in task.all_metrics]
+    if "loss" in entry["metrics"] and "loss" not in names:
+        task = replace(task, metrics=[*task.all_metrics, task.find_metric("loss")])
+    if entry["has_ignored"] and not task.has_ignored:
+        task = replace(task, has_ignored=True)
+    return algorithm if task is algorithm.task else replace(algorithm, task=task)
 
 
 def metric_rows(result: GroupResult, split: str, figures: Mapping[str, Figures]) -> list[MetricRow]:
@@ -262,6 +281,8 @@ def _entry(result: GroupResult) -> Json:
     """All but tensors and figures."""
     return {
         "group": result.group,
+        "metrics": [metric.name for metric in result.task.all_metrics],
+        "has_ignored": result.task.has_ignored,
         "plan": asdict(result.plan),
         "stored": sorted(result.state.private.stored),
         "selected_round": result.selected_round,

@@ -190,7 +190,7 @@ class Scoring:
         val = self._validation_sample(place, seed_place, self.experiment.plan.first_round)
         [figures] = local_figures(self.evaluators[place], [last.group(place)], [val])
         score = figures[self.criterion(place).name].summary().mean
-        if score is None or self._is_better(score, best, place):
+        if self._is_better(score, best, place):
             return progress.done, last
         return best.done, best.state
 

@@ -1,11 +1,12 @@
-"""Whether the targets of a task are class numbers: only then are there classes to speak of."""
+"""Whether a task is about classes: only then are there classes to speak of."""
 
 import torch
 from torch import Tensor
 
 from glocal.core.data import Examples
+from glocal.core.metric_library import accuracy, balanced_accuracy
 from glocal.core.task import Task
-from glocal.federate.outputs import example_output
+from glocal.federate.outputs import example_output, has_class_targets
 
 
 def count_classes(task: Task, examples: Examples) -> int | None:
@@ -21,6 +22,18 @@ def count_classes(task: Task, examples: Examples) -> int | None:
     output = example_output(task, examples.x)
     has_classes = output.dim() == 2 and output.shape[1] > 1
     return output.shape[1] if has_classes and are_whole_numbers(examples) else None
+
+
+def predicts_classes(task: Task) -> bool:
+    """Whether its loss or a metric says so, for where there are no targets to ask.
+
+    >>> from glocal import classification, multilabel
+    >>> layer = torch.nn.Linear(2, 3)
+    >>> predicts_classes(classification(layer)), predicts_classes(multilabel(layer))
+    (True, False)
+    """
+    of_classes = (accuracy, balanced_accuracy)
+    return has_class_targets(task) or any(metric in of_classes for metric in task.all_metrics)
 
 
 def are_whole_numbers(examples: Examples) -> bool:

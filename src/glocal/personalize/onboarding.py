@@ -18,17 +18,19 @@ from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
 from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError, suggest_name
+from glocal.core.losses import ignored_index
 from glocal.core.modules import state_dict
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
 from glocal.core.store import GroupState, PerClient
 from glocal.core.task import Task
 from glocal.core.trees import Params
-from glocal.core.values import concatenate_rows
+from glocal.core.values import Values, concatenate_rows, num_rows
 from glocal.engines import ClientTask, EngineConfig
 from glocal.evaluate import Evaluator, ensemble_figure
 from glocal.evaluate.new_test import ensemble_outputs
 from glocal.federate.group_result import GroupResult
-from glocal.federate.outputs import example_output, ignored_target
+from glocal.federate.outputs import example_output, has_class_targets, try_metrics
+from glocal.federate.preparation import has_ignored_targets, prepare_examples
 from glocal.federate.result import Result
 from glocal.federate.rounds import (
     GroupClients,
@@ -40,6 +42,7 @@ from glocal.federate.rounds import (
     start_state,
     start_wires,
 )
+from glocal.personalize.class_targets import predicts_classes
 from glocal.wire import Codec, Identity, Ledger, split_private
 
 _BATCH_SIZE = 256
@@ -130,30 +133,58 @@ def join(
         raise InputError(
             "join: the client has no labelled example, so it cannot train; use the ensemble instead"
         )
-    _require_inputs_and_labels(trained_federation, train)
+    algorithm, task = trained_federation.algorithm, trained_federation.task
+    train = prepare_examples(train, task)
+    _require_inputs_and_targets(task, train)
+    if has_ignored_targets(task, train):
+        algorithm = replace(algorithm, task=replace(task, has_ignored=True))
     has_existing = bool(join_plan.rounds and join_plan.existing_clients)
     if has_existing and existing_data is None:
         raise InputError(
             f"join: {join_plan.existing_clients} existing clients were asked for, "
             "but not their data; give existing_data, or existing_clients=0"
         )
-    clients = trained_federation.clients
-    client_data = append_client(train, existing_data if has_existing else None, clients)
+    existing = None
+    if existing_data is not None and has_existing:
+        known = prepare_examples(existing_data.examples, task)
+        existing = replace(existing_data, examples=known)
+    client_data = append_client(train, existing, trained_federation.clients)
     if join_plan.epochs:
         batch_size = trained_federation.plan.batch_size
         epochs = _num_epochs(train.num_rows, batch_size, join_plan.epochs)
         join_plan = replace(join_plan, epochs=epochs)
     plan, state = trained_federation.plan, trained_federation.state
     joining = Joining(plan, client_data, state, trained_federation.uplink)
-    return join_many(trained_federation.algorithm, [joining], join_plan, engine=engine)[0]
+    return join_many(algorithm, [joining], join_plan, engine=engine)[0]
 
 
-def _require_inputs_and_labels(trained_federation: TrainedFederation, train: Examples) -> None:
-    """Refuse inputs that the network cannot take, and labels that it has no output for."""
-    task, labels = trained_federation.task, train.y
-    output, ignored = example_output(task, train.x), ignored_target(task)
-    if ignored is None or (labels.is_floating_point() and labels.shape[1:] == output.shape[1:]):
+def _require_inputs_and_targets(task: Task, train: Examples) -> None:
+    """Refuse inputs that the network cannot take, and targets that its outputs do not fit."""
+    output = example_output(task, train.x)
+    if not train.has_targets:
+        _require_no_need_of_targets(task, train)
+    elif has_class_targets(task):
+        _require_classes_of(task, train.y, output)
+    try_metrics(task, train)
+
+
+def _require_no_need_of_targets(task: Task, train: Examples) -> None:
+    """Refuse inputs alone, unless the task takes them as targets, as an autoencoder does."""
+    try:
+        if has_class_targets(task):
+            raise InputError("its targets are classes")
+        try_metrics(task, train)
+    except InputError as error:
+        raise InputError(
+            f"join: the client's examples have no targets, and {task!r} cannot train without; "
+            "give some, or use an ensemble of the existing models (select_ensemble)"
+        ) from error
+
+
+def _require_classes_of(task: Task, labels: Tensor, output: Tensor) -> None:
+    if labels.is_floating_point() and labels.shape[1:] == output.shape[1:]:
         return
+    ignored = ignored_index(task.loss)
     classes = output.shape[1]
     wrong = ((labels < 0) | (labels >= classes)) & (labels != ignored)
     if labels.is_floating_point() or bool(wrong.any()):
@@ -345,13 +376,13 @@ def _run_rounds(
 
 
 def select_ensemble(
-    trained_federation: TrainedFederation, sample: Tensor, *, by: str = "everyone", count: int = 10
+    trained_federation: TrainedFederation, sample: Values, *, by: str = "everyone", count: int = 10
 ) -> list[int]:
     """The existing clients whose models a new client without labels uses as an ensemble.
 
     `by` is "everyone" (all that have trained), the `count` most "confident" (lowest mean entropy),
     or the `count` "nearest" to the mean of all (lowest mean total variation). Models are compared
-    on a sample of the new client's inputs (rows, ...).
+    on a sample of the new client's inputs (rows, ...), by their probabilities of classes.
     """
     scores = {"everyone": None, "confident": _entropy, "nearest": _distance}
     if by not in scores or count < 1:
@@ -361,25 +392,30 @@ def select_ensemble(
         )
     state = trained_federation.state
     trained, score = sorted(state.private.stored), scores[by]
+    if score is not None:
+        instead = "use 'everyone'"
+        _require_class_outputs(f"'{by}'", trained_federation.task, sample, instead)
     if not has_private_part(trained_federation.algorithm, state):
         return trained[:1]
     if score is None or count >= len(trained):
         return trained
-    if not len(sample):
+    if not num_rows(sample):
         raise InputError(
             f"join: '{by}' needs a sample of the client's inputs; give some, or use 'everyone'"
         )
-    _require_classes(by, trained_federation.task, sample)
     order = torch.argsort(score(_probabilities(trained_federation, trained, sample)), stable=True)
     return sorted(trained[place] for place in order[:count].tolist())
 
 
-def _require_classes(by: str, task: Task, sample: Tensor) -> None:
+def _require_class_outputs(purpose: str, task: Task, sample: Values, instead: str) -> None:
+    """Refuse outputs that are no scores of classes, one set per example."""
+    if not num_rows(sample):
+        return
     output = example_output(task, sample)
-    if output.dim() != 2 or output.shape[1] < 2:
+    if not predicts_classes(task) or output.dim() != 2 or output.shape[1] < 2:
         raise InputError(
-            f"join: '{by}' compares probabilities of classes, and the outputs for one example are "
-            f"{tuple(output.shape)}; use 'everyone'"
+            f"join: {purpose} needs probabilities of classes, and {task!r} does not give any; "
+            f"{instead}"
         )
 
 
@@ -395,15 +431,16 @@ def _distance(probabilities: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _probabilities(
-    trained_federation: TrainedFederation, trained: Sequence[int], sample: Tensor
+    trained_federation: TrainedFederation, trained: Sequence[int], sample: Values
 ) -> Tensor:
     """Each client's probabilities (clients, rows, classes), in double precision."""
-    order = to_batches(np.arange(len(sample), dtype=np.int64), _BATCH_SIZE)[None]
-    examples = Examples(sample, torch.zeros(len(sample), dtype=torch.int64, device=sample.device))
+    rows = num_rows(sample)
+    order = to_batches(np.arange(rows, dtype=np.int64), _BATCH_SIZE)[None]
+    examples = prepare_examples(Examples(sample, sample), trained_federation.task)
     evaluation = Evaluator(trained_federation.algorithm, engine="vmapped")
     models = _models_of(trained_federation, trained)
     tasks = [ClientTask(shared, private, order) for shared, private in models]
-    outputs = evaluation.outputs(tasks, examples).stacked().flatten(1, 2)[:, : len(sample)]
+    outputs = evaluation.outputs(tasks, examples).stacked().flatten(1, 2)[:, :rows]
     evaluation.close()
     return outputs.double().softmax(-1)
 
@@ -434,9 +471,11 @@ def new_client_figure(
 
 
 def new_client_ensemble_classes(
-    trained_federation: TrainedFederation, members: Sequence[int], inputs: Tensor
+    trained_federation: TrainedFederation, members: Sequence[int], inputs: Values
 ) -> list[int]:
     """Classes of a new client's inputs (rows, ...), by the members' averaged outputs."""
+    instead = "use new_client_ensemble_outputs"
+    _require_class_outputs("a class", trained_federation.task, inputs, instead)
     outputs = new_client_ensemble_outputs(trained_federation, members, inputs)
     classes: list[int] = outputs.argmax(-1).tolist()
     return classes
@@ -444,11 +483,11 @@ def new_client_ensemble_classes(
 
 @torch.no_grad()
 def new_client_ensemble_outputs(
-    trained_federation: TrainedFederation, members: Sequence[int], inputs: Tensor
+    trained_federation: TrainedFederation, members: Sequence[int], inputs: Values
 ) -> Tensor:
     """The members' averaged outputs for a new client's inputs (rows, ...)."""
-    without_targets = Examples(inputs, inputs)
-    client_data = ClientData(without_targets, (np.arange(len(inputs), dtype=np.int64),))
+    examples = prepare_examples(Examples(inputs, inputs), trained_federation.task)
+    client_data = ClientData(examples, (np.arange(num_rows(inputs), dtype=np.int64),))
     evaluation = Evaluator(trained_federation.algorithm)
     state = trained_federation.state
     models = _models_of(trained_federation, members) or [(state.shared, state.private.initial)]
@@ -463,6 +502,7 @@ def _figure(
     if not test.num_rows:
         raise InputError("join: there is no labelled example to test on; give some")
     evaluation = Evaluator(trained_federation.algorithm)
+    test = prepare_examples(test, trained_federation.task)
     client_data = ClientData(test, (np.arange(test.num_rows, dtype=np.int64),))
     figure = ensemble_figure(evaluation, models, client_data)
     evaluation.close()

@@ -1,4 +1,4 @@
-"""The page of a deployed run: losses, participation, each client's accuracy, and bytes."""
+"""The page of a deployed run: losses, participation, each client's figures, and bytes."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -15,10 +15,11 @@ from glocal.report.drawing import (
     figure_html,
     new_axes,
 )
-from glocal.report.formatting import PERCENT, pluralize, size
+from glocal.report.formatting import pluralize, size
 from glocal.report.page import section, write_page
 from glocal.report.styles import legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
+from glocal.studies.metric_format import MetricFormat
 
 _PURPOSES = {
     "download": "shared part, to the clients",
@@ -43,7 +44,7 @@ def write_deploy_report(folder: Path) -> Path:
         sections = [
             _notice(live),
             section("Loss by round", drawn),
-            section("Clients", _clients(result["clients"])) if result else "",
+            section("Clients", _clients(result)) if result else "",
             section("Bytes", _bytes(result["ledger"])) if result else "",
             section("Rounds", _rounds(rows)),
         ]
@@ -72,12 +73,13 @@ def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
         f"{pluralize(len(rows), 'round')} on Flower. "
     )
     if result and result["local_test"]:
+        metric = MetricFormat.of_result(result)
         tested = sum(row["test"] is not None for row in result["clients"])
         words += (
-            f"Their own models have an accuracy of {PERCENT * result['local_test']['mean']:.1f} % "
-            "on their own test data "
+            f"The {metric.name} of their own models on their own test data is "
+            f"{metric.text(result['local_test']['mean'])} (the mean over the "
+            f"{pluralize(tested, 'client')} whose owners consent). "
         )
-        words += f"(the mean over the {pluralize(tested, 'client')} whose owners consent). "
     if result and result["privacy"]:
         privacy = result["privacy"]
         words += (
@@ -118,8 +120,10 @@ def draw_losses(rows: Sequence[Json]) -> Drawing:
     )
 
 
-def _clients(clients: Sequence[Json]) -> str:
-    heads = ("rounds", "last round", "train", "test", "validation, %", "Local Test, %")
+def _clients(result: Json) -> str:
+    metric = MetricFormat.of_result(result)
+    figures = (f"validation: {metric.label}", f"Local Test: {metric.label}")
+    heads = ("rounds", "last round", "train", "test", *figures)
     head = (
         '<tr><th class="name" scope="col">client</th>'
         + "".join(f'<th scope="col">{words}</th>' for words in heads)
@@ -127,15 +131,13 @@ def _clients(clients: Sequence[Json]) -> str:
     )
     dash = "A dash: the client does not share metrics, was not connected, or could not test."
     note = f"Local Test: each client’s own model on its own test data. {dash}"
-    return f'{boxed_table(head, map(_client, clients), "Clients")}\n<p class="note">{note}</p>'
+    rows = [_client(row, metric) for row in result["clients"]]
+    return f'{boxed_table(head, rows, "Clients")}\n<p class="note">{note}</p>'
 
 
-def _client(row: Json) -> str:
+def _client(row: Json, metric: MetricFormat) -> str:
     late = '<span class="small">joined later</span>' if row["new_client"] else ""
-    scores = [
-        None if row[part] is None else f"{PERCENT * row[part]:.1f}"
-        for part in ("validation", "test")
-    ]
+    scores = [metric.number(row[part]) for part in ("validation", "test")]
     last = None if row["last_round"] is None else row["last_round"] + 1
     cells = "".join(
         f"<td>{'–' if cell is None else cell}</td>"

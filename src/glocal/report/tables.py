@@ -10,7 +10,7 @@ from glocal.core.files import Json
 from glocal.report.formatting import mean_count, mean_power_of_ten, mean_size
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.styles import line_sample
-from glocal.studies.metric_format import MetricFormat
+from glocal.studies.metric_format import MetricFormat, undefined_metrics
 
 
 class Column(NamedTuple):
@@ -70,8 +70,18 @@ def results_note(run: RunData) -> str:
         "every client received in every "
         "round (Liang et al. 2020). Never sampled: clients that took part in no round of the "
         "experiment."
-        f"{those}"
+        f"{those}{_undefined_note(run)}"
     )
+
+
+def _undefined_note(run: RunData) -> str:
+    """Which metrics are undefined for some clients, by experiment; nothing where none is."""
+    phrases: list[str] = []
+    for record in run.records:
+        phrases += [f"{escape(record.name)}: {each}" for each in undefined_metrics(record.results)]
+    if not phrases:
+        return ""
+    return f" Left out of the mean: {'; '.join(phrases)}."
 
 
 def client_table(record: ExperimentRecord, metric: MetricFormat) -> str:

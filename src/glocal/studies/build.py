@@ -30,7 +30,7 @@ from glocal.datasets.texts import CLASSES as MOODS
 from glocal.datasets.vqa import VQAMetadata
 from glocal.evaluate import VQA_ACCURACY
 from glocal.federate.experiment import Pretraining
-from glocal.federate.preparation import has_ignored_targets, prepare_all
+from glocal.federate.preparation import prepare_all, prepare_task
 from glocal.personalize.representations import Auxiliary, AuxiliaryOnly
 from glocal.studies.models import bottleneck_cnn, bottleneck_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.pretext import (
@@ -138,8 +138,7 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
     params = tuple(params_of(model) for model in models)
     task = build_task(settings, models[0], partitions[0], questions)
     prepared = prepare_all(partitions, task)
-    if any(has_ignored_targets(task, each) for each in prepared):
-        task = replace(task, has_ignored=True)
+    task = prepare_task(task, prepared)
     by_data_seed = dict(zip(data_seeds, prepared, strict=True))
     federations = tuple(by_data_seed[run.data_seed] for run in runs)
     about = {} if questions is None else _about_questions(settings, questions, params[0])

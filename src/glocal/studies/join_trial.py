@@ -13,7 +13,7 @@ from glocal.core.files import FORMAT, Json, write_json, write_tensors, write_tex
 from glocal.core.sampling import make_rng
 from glocal.core.trees import nbytes
 from glocal.federate.scoring import personal_parts
-from glocal.personalize.class_targets import count_classes
+from glocal.personalize.class_targets import count_classes, predicts_classes
 from glocal.personalize.onboarding import (
     JoinPlan,
     JoinResult,
@@ -69,7 +69,8 @@ class JoinTrial:
         self.train, self.test = new_client.train.to(device), new_client.test.to(device)
         self.unlabeled = new_client.unlabeled.to(device)
         examples = saved.federation.train.examples
-        self.classes = count_classes(self.trained_federation.task, examples)
+        task = self.trained_federation.task
+        self.classes = count_classes(task, examples) if predicts_classes(task) else None
         train = saved.federation.train
         self.existing_data = ClientData(train.examples.to(device), train.rows, train.names)
         self.joined: dict[str, JoinResult] = {}

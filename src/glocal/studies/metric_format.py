@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from glocal.core.files import Json
 from glocal.core.metric import Metric
+from glocal.federate.metrics_table import describe_undefined
 from glocal.federate.options import Evaluation
 
 
@@ -98,6 +99,19 @@ def new_test_of(result: Json) -> float | None:
     """New Test of a result: its first metric, of the ensemble that the task names."""
     figure: float | None = result["metrics"][result["metric"]]["new_test"]
     return figure
+
+
+def undefined_metrics(results: Sequence[Json]) -> list[str]:
+    """Which metrics are undefined for some clients of an experiment, from its seeds' results."""
+    phrases: list[str] = []
+    clients = [client for result in results for client in result["clients"]]
+    tested = sum(client["test"] > 0 for client in clients)
+    for name in results[0]["metrics"] if results else ():
+        local_tests = [result["metrics"][name]["local_test"] for result in results]
+        undefined = sum(figures["undefined"] for figures in local_tests)
+        if undefined:
+            phrases.append(f"{name}: {describe_undefined(undefined, tested, len(results))}")
+    return phrases
 
 
 def selection_metric(result: Json, evaluation: Evaluation) -> MetricFormat:

@@ -42,7 +42,7 @@ def read_new_client(address: str, *, task: Task, like: Examples, seed: int) -> N
     """The new client's data, from FILE.npz or "module:function".
 
     They hold x and y, and maybe x_test and y_test; y may be missing. Their form is that of the
-    examples `like`.
+    examples `like`; where these have no targets, the new client needs none either.
     """
     inputs = require_tensor(like.x, "join")
     arrays = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
@@ -204,9 +204,9 @@ def _with_test_split(tensors: Mapping[str, Tensor], like: Examples, seed: int) -
     x = tensors["x"]
     empty = Examples(x[:0], like.y[:0].cpu())
     test = Examples(tensors["x_test"], tensors["y_test"]) if "x_test" in tensors else None
-    if "y" not in tensors:
+    if "y" not in tensors and like.has_targets:
         return NewClient(empty, test or empty, x)
-    labeled = Examples(x, tensors["y"])
+    labeled = Examples(x, tensors.get("y", x))
     if test is not None:
         return NewClient(labeled, test, x)
     rows: Rows = np.arange(labeled.num_rows, dtype=np.int64)
