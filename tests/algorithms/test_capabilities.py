@@ -20,7 +20,16 @@ from glocal.report import write_report
 from glocal.studies import run_study
 from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import from_dict
-from glocal.wire import Aggregation, Mean, Median
+from glocal.wire import (
+    Aggregation,
+    CentredClipping,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from tests.support import deployed, world
 
 PRIVACY = "\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n"
@@ -49,6 +58,18 @@ class Largest:
         return {name: tensor.amax(0) for name, tensor in messages.items()}
 
 
+MEANS = [Mean(), Mean(by="clients"), Mean(max_weight=2)]
+NO_MEANS = [
+    Median(),
+    TrimmedMean(0.4),
+    Krum(1),
+    MultiKrum(1),
+    GeometricMedian(),
+    CentredClipping(1.0),
+    Largest(),
+]
+
+
 class Curious(FedAvg):
     """Looks at single uploads."""
 
@@ -62,7 +83,7 @@ def example(name, **settings):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("aggregation", [Mean(), Mean(by="clients"), Median(), Largest()])
+@pytest.mark.parametrize("aggregation", [*MEANS, *NO_MEANS], ids=repr)
 def test_is_mean_is_true_exactly_where_the_result_is_the_weighted_mean(aggregation):
     messages = {"w": torch.randn(3, 5, dtype=torch.float64)}
     weights = aggregation.weights(torch.tensor([3, 1, 8]))
@@ -83,7 +104,7 @@ def test_only_algorithms_that_look_at_single_uploads_need_them(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("aggregation", [Median(), Largest()])
+@pytest.mark.parametrize("aggregation", NO_MEANS, ids=repr)
 def test_an_aggregation_that_is_no_mean_needs_each_upload(aggregation):
     assert needs_each(example("fedavg", aggregation=aggregation))
 

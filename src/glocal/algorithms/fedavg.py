@@ -21,7 +21,7 @@ class FedAvg(Algorithm):
     >>> from torch import nn
     >>> from glocal import SGD, classification
     >>> FedAvg(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).aggregation
-    Mean(by='examples')
+    Mean(by='examples', max_weight=None)
     """
 
     local: Selector | None = None
