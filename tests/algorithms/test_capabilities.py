@@ -71,7 +71,7 @@ NO_MEANS = [
 
 
 class Curious(FedAvg):
-    """Looks at single uploads."""
+    """Reads single uploads."""
 
     def server_update(self, shared, server, uploads):
         doubled = uploads.aggregate(lambda upload, sent, profile: trees.scale(2.0, upload))
@@ -98,7 +98,7 @@ def needs_each(algorithm):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", world.NAMES)
-def test_only_algorithms_that_look_at_single_uploads_need_them(name):
+def test_only_algorithms_that_read_single_uploads_need_them(name):
     """IFCA and FeSEM move each cluster by its own members."""
     assert needs_each(example(name)) == (name in ("ifca", "fesem"))
 
@@ -110,7 +110,7 @@ def test_an_aggregation_that_is_no_mean_needs_each_upload(aggregation):
 
 
 @pytest.mark.quick
-def test_a_server_that_looks_at_single_uploads_is_found_by_trial():
+def test_a_server_that_reads_single_uploads_is_found_by_trial():
     task = classification(world.seeded(world.plain))
     curious = Curious(task, optimizer=SGD(lr=0.1))
     assert needs_each(curious)

@@ -380,7 +380,7 @@ def test_what_would_not_protect_or_not_work_is_refused(make, algorithm, plan, re
         Project.from_folder(folder).setup  # noqa: B018
 
 
-def test_an_algorithm_that_looks_at_single_uploads_can_be_deployed_without_masks(tmp_path):
+def test_an_algorithm_that_reads_single_uploads_can_be_deployed_without_masks(tmp_path):
     folder = deployed.project(tmp_path / "here", algorithm="federation:Single", rounds=2)
     with (folder / "federation.py").open("a") as module:
         module.write(SINGLE)

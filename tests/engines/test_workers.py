@@ -46,16 +46,16 @@ def assert_workers_are_the_loop(name, kind, *, fused, optimizer=None):
     assert world.gap(workers, run(name, kind, "looped", **settings)) < tolerance
 
 
-def case(name, kind, fused):
+def combination(name, kind, fused):
     """Slow, unless it is LG-FedAvg or one of two that every algorithm has."""
     is_default = name == "lg_fedavg" or (kind, fused) in (("plain", True), ("batch norm", False))
     return pytest.param(name, kind, fused, marks=[] if is_default else pytest.mark.slow)
 
 
-CASES = [case(*each) for each in product(world.NAMES, MODELS, (True, False))]
+COMBINATIONS = [combination(*each) for each in product(world.NAMES, MODELS, (True, False))]
 
 
-@pytest.mark.parametrize(("name", "kind", "fused"), CASES)
+@pytest.mark.parametrize(("name", "kind", "fused"), COMBINATIONS)
 def test_workers_give_the_numbers_of_the_loop(name, kind, fused):
     assert_workers_are_the_loop(name, kind, fused=fused)
 
