@@ -25,7 +25,7 @@ from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import tasks, world
 from tests.support.command_line import complaint, run
-from tests.support.tasks import CASES
+from tests.support.tasks import TASKS
 
 ROUNDS = 6
 PLAN = {"clients_per_round": 3, "local_epochs": 2, "batch_size": 4, "progress": False}
@@ -46,10 +46,10 @@ def fit(case, *, dtype=torch.float32, data=None, rounds=ROUNDS, engine="vmapped"
     )
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=TASKS)
 def fitted(request, tmp_path_factory):
     """A task's case, its data, its result and the folder of its run."""
-    case, folder = CASES[request.param], tmp_path_factory.mktemp("run")
+    case, folder = TASKS[request.param], tmp_path_factory.mktemp("run")
     data = case.data()
     result = fit(case, data=data, folder=folder)
     return SimpleNamespace(case=case, data=data, result=result, folder=folder)
@@ -224,7 +224,7 @@ def test_without_targets_an_ensemble_is_chosen_for_classes_alone(fitted, by):
 
 def test_targets_that_do_not_count_are_left_out_where_only_the_new_client_has_some():
     """The task of the federation has not seen any."""
-    case = CASES["object output"]
+    case = TASKS["object output"]
     federation = glocal.TrainedFederation.from_result(fit(case, rounds=1))
     x, y = torch.randn(6, 4), torch.tensor([0, 1, tasks.PAD, 2, tasks.PAD, 0])
     known = Examples(x[y != tasks.PAD], y[y != tasks.PAD])
@@ -238,7 +238,7 @@ def test_targets_that_do_not_count_are_left_out_where_only_the_new_client_has_so
 
 
 def test_numbers_of_a_new_client_are_cast_as_in_fit():
-    case = CASES["regression"]
+    case = TASKS["regression"]
     federation = glocal.TrainedFederation.from_result(fit(case, rounds=1, dtype=torch.float64))
     some = Examples(torch.randn(5, 10), torch.randn(5))
     joined = glocal.join(federation, some, join_plan=FEW, engine="looped")
@@ -250,10 +250,10 @@ def test_numbers_of_a_new_client_are_cast_as_in_fit():
 # ---- engines
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TASKS)
 def test_batched_over_clients_the_numbers_are_those_of_the_loop(name):
     """Without a warning that clients cannot be batched, which would be an error here."""
-    case = CASES[name]
+    case = TASKS[name]
     results = [fit(case, dtype=torch.float64, engine=each) for each in ("looped", "vmapped")]
     states = [each.group().state.alone() for each in results]
     assert {tensor.dtype for tensor in states[0].shared.values()} == {torch.float64}
@@ -263,9 +263,9 @@ def test_batched_over_clients_the_numbers_are_those_of_the_loop(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TASKS)
 def test_processes_give_the_numbers_of_the_loop(name):
-    case = CASES[name]
+    case = TASKS[name]
     engine = glocal.EngineConfig("workers", workers=2, fused=False)
     states = [fit(case, dtype=torch.float64, engine=each) for each in ("looped", engine)]
     assert world.gap(*(each.group().state.alone() for each in states), len(tasks.SIZES)) < 1e-10
@@ -334,7 +334,7 @@ def test_a_new_client_joins_the_study_and_its_page_is_written(fitted, studied, t
 
 
 def test_a_dict_of_inputs_keeps_its_names():
-    data = CASES["dict inputs"].data()
+    data = TASKS["dict inputs"].data()
     x, _, _ = data.train.of(0)
     assert [*x] == ["left", "right"]
     assert map_tensors(len, x) == {"left": len(x["left"]), "right": len(x["left"])}

@@ -271,10 +271,6 @@ def _require_single_messages(uploads: Uploads) -> None:
     if uploads.mean is not None or not uploads.aggregation.is_mean:
         known = "their mean" if uploads.mean is not None else f"{uploads.aggregation}"
         raise InputError(
-<<<<<<< HEAD
             f"aggregation: this algorithm needs single uploads before they are averaged, and "
-=======
-            f"aggregation: this algorithm reads single uploads before they are averaged, and "
->>>>>>> 0ec1dcc3773aa74d3fafdaf35532dbf4d00bc320
             f"the server has {known}; use a mean without secure aggregation"
         )
