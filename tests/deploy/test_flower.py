@@ -448,6 +448,32 @@ def test_a_new_client_adapts_its_private_part_as_join_does_and_takes_part(tmp_pa
     assert run_here(folder, grid).state.last_included[4] == 2
 
 
+def test_a_new_client_adapts_what_it_was_sent_where_that_is_not_the_shared_tree(tmp_path):
+    """FeSEM's server has all centres, and sends one: a stranger gets the mean of them."""
+    folder = deployed.project(tmp_path / "here", algorithm="fesem", rounds=2)
+    run_here(folder)
+    add_client(folder, "late")
+    adapted = run_here(folder, deployed.InProcessGrid(folder), skip_training=True)
+    assert adapted.state.adapted == (4,)
+    late, setup = private_of(folder, 4), adapted.setup
+    profile = setup.start.profiles[0].initial
+    sent = setup.algorithm.download(adapted.shared, profile)
+    assert same_bits(late.message, sent)
+    own = setup.algorithm.personal({}, late.after)
+    assert own.keys() == sent.keys()
+    assert not torch.equal(own["0.weight"], sent["0.weight"])
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "feddyn"])
+def test_a_new_client_without_a_part_of_the_model_of_its_own_adapts_nothing(algorithm, tmp_path):
+    """What SCAFFOLD and FedDyn remember is none."""
+    folder = deployed.project(tmp_path / "here", algorithm=algorithm, rounds=1)
+    run_here(folder)
+    add_client(folder, "late")
+    grid = deployed.InProcessGrid(folder)
+    assert run_here(folder, grid, skip_training=True).state.adapted == ()
+
+
 def test_a_client_that_is_added_before_the_first_round_keeps_what_it_learns_in_it(tmp_path):
     """It is not one of the initial clients, and does not adapt once it has trained."""
     folder = deployed.project(tmp_path / "here", clients=3, rounds=2, clients_per_round=4)

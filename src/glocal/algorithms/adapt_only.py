@@ -29,6 +29,10 @@ class AdaptOnly(Algorithm):
         """What the algorithm would send."""
         return self.of.download(shared, profile)
 
+    def local_part(self, private: Params) -> Params:
+        """That of the algorithm."""
+        return self.of.local_part(private)
+
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """The private part trains."""
         update = self.of.adapt(message, private, work)
@@ -47,3 +51,16 @@ class AdaptOnly(Algorithm):
     def predict(self, params: Params, x: Any, mask: Any) -> Any:
         """As the algorithm predicts."""
         return self.of.predict(params, x, mask)
+
+
+class OnDevice(AdaptOnly):
+    """The same where there is no shared tree: what the client was sent takes its place."""
+
+    def init(self, params: Params) -> State:
+        """A download, and the private part."""
+        state = self.of.init(params)
+        return State(self.of.download(state.shared, state.profile), state.private)
+
+    def download(self, shared: Params, profile: Params) -> Message:
+        """It has been sent already."""
+        return shared

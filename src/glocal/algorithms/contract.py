@@ -224,6 +224,10 @@ class Algorithm(_FrozenDataclass):
         """Outputs for inputs (rows, ...) by what `personal` gives, as in evaluation mode."""
         return self.task.predict(params, x, mask)
 
+    def local_part(self, private: Params) -> Params:
+        """What of a private tree is part of the client's model, so that `adapt` can train it."""
+        return private
+
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """What a new client learns while the shared part stays fixed; the upload is not sent."""
         return self.client_update(message, private, work)

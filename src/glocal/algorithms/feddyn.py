@@ -43,7 +43,7 @@ class FedDyn(FedAvg):
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Training with the client's own linear term, near what was received."""
-        local = trees.without_prefix(_GRADIENT, private)
+        local = self.local_part(private)
         gradient = trees.under_prefix(_GRADIENT, private)
         objective = self.objective.near(trees.pick(message, gradient), self.alpha)
         objective = objective.plus_linear(trees.scale(-1.0, gradient))
@@ -65,7 +65,11 @@ class FedDyn(FedAvg):
         """The model without gradients."""
         return {**trees.without_prefix(_GRADIENT, private), **shared}
 
+    def local_part(self, private: Params) -> Params:
+        """All but the gradient."""
+        return trees.without_prefix(_GRADIENT, private)
+
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The private part trains alone."""
-        update = super().adapt(message, trees.without_prefix(_GRADIENT, private), work)
+        update = super().adapt(message, self.local_part(private), work)
         return update._replace(private={**private, **update.private})

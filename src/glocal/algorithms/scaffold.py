@@ -81,10 +81,14 @@ class Scaffold(FedAvg):
         """The model without control variates."""
         return {**trees.without_prefix(_OWN, private), **trees.without_prefix(_CONTROL, shared)}
 
+    def local_part(self, private: Params) -> Params:
+        """All but the control variate."""
+        return trees.without_prefix(_OWN, private)
+
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The private part trains alone, uncorrected."""
-        model, local = trees.without_prefix(_CONTROL, message), trees.without_prefix(_OWN, private)
-        update = super().adapt(model, local, work)
+        model = trees.without_prefix(_CONTROL, message)
+        update = super().adapt(model, self.local_part(private), work)
         return update._replace(private={**private, **update.private})
 
 

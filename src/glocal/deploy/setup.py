@@ -59,8 +59,8 @@ class TrainingSetup:
 
     @property
     def has_private_part(self) -> bool:
-        """Whether the algorithm keeps anything on its clients."""
-        return bool(self.algorithm.init(self.params).private)
+        """Whether the algorithm keeps a part of the model on its clients."""
+        return bool(self.algorithm.local_part(self.algorithm.init(self.params).private))
 
     @cached_property
     def equal_weights(self) -> bool:

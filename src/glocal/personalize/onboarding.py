@@ -240,9 +240,9 @@ def join_many(
 
 
 def has_private_part(algorithm: Algorithm, state: GroupState) -> bool:
-    """Whether an algorithm keeps anything on its clients, which a new one could adapt."""
+    """Whether clients keep a part of the model, which a new one could adapt."""
     own, _ = split_private(state.private.initial)
-    return bool(own)
+    return bool(algorithm.local_part(own))
 
 
 def _adapted(
