@@ -101,7 +101,7 @@ def sequences():
     return nn.Sequential(nn.Linear(world.FEATURES, 12), nn.Unflatten(1, shape))
 
 
-class LossCase(NamedTuple):
+class LossSetup(NamedTuple):
     """A loss, the one of a plain loop where that is another, what it is about, and the model."""
 
     loss: Any
@@ -116,49 +116,49 @@ class LossCase(NamedTuple):
 
 
 cross_entropy = functional.cross_entropy
-CASES = {
-    "module": LossCase(nn.CrossEntropyLoss(), is_fused=True),
-    "functional": LossCase(cross_entropy, is_fused=True),
-    "module without reduction": LossCase(
+LOSSES = {
+    "module": LossSetup(nn.CrossEntropyLoss(), is_fused=True),
+    "functional": LossSetup(cross_entropy, is_fused=True),
+    "module without reduction": LossSetup(
         nn.CrossEntropyLoss(reduction="none"), cross_entropy, is_fused=True
     ),
-    "functional without reduction": LossCase(
+    "functional without reduction": LossSetup(
         partial(cross_entropy, reduction="none"), cross_entropy, is_fused=True
     ),
-    "label smoothing": LossCase(nn.CrossEntropyLoss(label_smoothing=0.2)),
-    "functional with label smoothing": LossCase(partial(cross_entropy, label_smoothing=0.2)),
-    "class weights": LossCase(nn.CrossEntropyLoss(weight=WEIGHTS)),
-    "functional with class weights": LossCase(partial(cross_entropy, weight=WEIGHTS)),
-    "smoothing and class weights": LossCase(
+    "label smoothing": LossSetup(nn.CrossEntropyLoss(label_smoothing=0.2)),
+    "functional with label smoothing": LossSetup(partial(cross_entropy, label_smoothing=0.2)),
+    "class weights": LossSetup(nn.CrossEntropyLoss(weight=WEIGHTS)),
+    "functional with class weights": LossSetup(partial(cross_entropy, weight=WEIGHTS)),
+    "smoothing and class weights": LossSetup(
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2)
     ),
-    "ignored": LossCase(nn.CrossEntropyLoss(), targets=some_ignored),
-    "functional with ignored": LossCase(cross_entropy, targets=some_ignored),
-    "ignored class": LossCase(
+    "ignored": LossSetup(nn.CrossEntropyLoss(), targets=some_ignored),
+    "functional with ignored": LossSetup(cross_entropy, targets=some_ignored),
+    "ignored class": LossSetup(
         nn.CrossEntropyLoss(ignore_index=7), targets=partial(some_ignored, ignored=7)
     ),
-    "functional with an ignored class": LossCase(
+    "functional with an ignored class": LossSetup(
         partial(cross_entropy, ignore_index=7), targets=partial(some_ignored, ignored=7)
     ),
-    "ignored, smoothing and weights": LossCase(
+    "ignored, smoothing and weights": LossSetup(
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2), targets=some_ignored
     ),
-    "ignored positions": LossCase(nn.CrossEntropyLoss(), targets=positions, make=sequences),
-    "positions with weights": LossCase(
+    "ignored positions": LossSetup(nn.CrossEntropyLoss(), targets=positions, make=sequences),
+    "positions with weights": LossSetup(
         nn.CrossEntropyLoss(weight=WEIGHTS), targets=positions, make=sequences
     ),
-    "log-probabilities": LossCase(nn.NLLLoss(weight=WEIGHTS), make=log_probabilities),
-    "probabilities as targets": LossCase(
+    "log-probabilities": LossSetup(nn.NLLLoss(weight=WEIGHTS), make=log_probabilities),
+    "probabilities as targets": LossSetup(
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), targets=probabilities
     ),
-    "labels": LossCase(nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), targets=labels),
-    "squared error": LossCase(nn.MSELoss(), targets=numbers),
-    "functional absolute error": LossCase(functional.l1_loss, targets=numbers),
-    "own": LossCase(by_hand, mean_of(by_hand)),
-    "own with columns": LossCase(of_two_columns, mean_of(of_two_columns)),
-    "own as pair": LossCase(as_pair, mean_of_pair),
+    "labels": LossSetup(nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), targets=labels),
+    "squared error": LossSetup(nn.MSELoss(), targets=numbers),
+    "functional absolute error": LossSetup(functional.l1_loss, targets=numbers),
+    "own": LossSetup(by_hand, mean_of(by_hand)),
+    "own with columns": LossSetup(of_two_columns, mean_of(of_two_columns)),
+    "own as pair": LossSetup(as_pair, mean_of_pair),
 }
-every_case = pytest.mark.parametrize("name", CASES)
+every_loss = pytest.mark.parametrize("name", LOSSES)
 _QUICK = (
     "module",
     "functional with ignored",
@@ -167,27 +167,27 @@ _QUICK = (
     "own with columns",
     "own as pair",
 )
-_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in _QUICK]
-some_cases = pytest.mark.parametrize("name", [*_QUICK, *_OTHERS])
+_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in LOSSES if name not in _QUICK]
+some_losses = pytest.mark.parametrize("name", [*_QUICK, *_OTHERS])
 
 
-def data_of(case, dtype):
-    clients = [(x.to(dtype), case.targets(x, y)) for x, y in world.clients(SIZES)]
+def data_of(setup, dtype):
+    clients = [(x.to(dtype), setup.targets(x, y)) for x, y in world.clients(SIZES)]
     clients = [(x, y.to(dtype) if y.is_floating_point() else y) for x, y in clients]
     return FederatedData.from_tensors(clients, test=0.0, validation=0.0)
 
 
-def experiment_of(case, dtype):
-    model = world.seeded(case.make).to(dtype)
-    task = glocal.Task(model, case.loss, metrics=["loss"])
+def experiment_of(setup, dtype):
+    model = world.seeded(setup.make).to(dtype)
+    task = glocal.Task(model, setup.loss, metrics=["loss"])
     algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=LR, momentum=MOMENTUM))
     plan = Plan(PLAN.rounds, len(SIZES), PLAN.local_epochs, PLAN.batch_size)
-    return build_experiment(algorithm, data_of(case, dtype), plan=plan)
+    return build_experiment(algorithm, data_of(setup, dtype), plan=plan)
 
 
-def trained(case, engine, dtype=torch.float64):
+def trained(setup, engine, dtype=torch.float64):
     """The shared tree after all rounds on an engine."""
-    experiment = experiment_of(case, dtype)
+    experiment = experiment_of(setup, dtype)
     [group] = experiment.groups
     rounds = world.simulate(group.algorithm, group.data_of(0).train, experiment.plan, engine=engine)
     return world.last(rounds)[0].shared
@@ -199,15 +199,15 @@ _REFERENCES: dict[str, Any] = {}
 def plain_loop(name):
     """The weights after the same rounds of plain PyTorch, in float64."""
     if name not in _REFERENCES:
-        _REFERENCES[name] = _plain_loop(CASES[name])
+        _REFERENCES[name] = _plain_loop(LOSSES[name])
     return _REFERENCES[name]
 
 
-def _plain_loop(case):
-    data = data_of(case, torch.float64).train
-    plan = experiment_of(case, torch.float64).plan
-    model = world.seeded(case.make).double()
-    loss = case.expected
+def _plain_loop(setup):
+    data = data_of(setup, torch.float64).train
+    plan = experiment_of(setup, torch.float64).plan
+    model = world.seeded(setup.make).double()
+    loss = setup.expected
     loss = loss.double() if isinstance(loss, nn.Module) else loss
     if isinstance(loss, partial) and "weight" in loss.keywords:
         loss = partial(loss.func, weight=WEIGHTS.double())
@@ -217,7 +217,7 @@ def _plain_loop(case):
         for client, rows in enumerate(data.rows):
             model.load_state_dict(start)
             order = client_batches(plan, rows, round_index, client)
-            descend(model, loss, data.examples, order)
+            train_client(model, loss, data.examples, order)
             for name, tensor in model.state_dict().items():
                 mean[name] += tensor * len(rows) / sum(SIZES)
         model.load_state_dict(mean)
@@ -225,7 +225,7 @@ def _plain_loop(case):
     return model.state_dict()
 
 
-def descend(model, loss, examples, order):
+def train_client(model, loss, examples, order):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for batch in order.reshape(-1, order.shape[-1]):
         rows = torch.from_numpy(batch[batch >= 0])
@@ -235,18 +235,18 @@ def descend(model, loss, examples, order):
 
 
 @pytest.mark.parametrize("engine", ["looped", "vmapped"])
-@every_case
+@every_loss
 def test_a_loss_trains_as_in_plain_pytorch(name, engine):
-    assert world.distance(trained(CASES[name], engine), plain_loop(name)) < CLOSE
+    assert world.distance(trained(LOSSES[name], engine), plain_loop(name)) < CLOSE
 
 
-@some_cases
+@some_losses
 def test_processes_with_traced_steps_train_as_plain_pytorch(name):
     engine = EngineConfig("workers", workers=2, fused=False)
-    assert world.distance(trained(CASES[name], engine), plain_loop(name)) < CLOSE
+    assert world.distance(trained(LOSSES[name], engine), plain_loop(name)) < CLOSE
 
 
-@some_cases
+@some_losses
 def test_traced_steps_of_many_clients_train_as_plain_pytorch(name, monkeypatch):
     """A GPU captures and compiles these steps; here they run on a CPU."""
     trainer = BatchedTraining(TracedBatchedTraining())
@@ -256,15 +256,15 @@ def test_traced_steps_of_many_clients_train_as_plain_pytorch(name, monkeypatch):
         return stacked(*arguments)._replace(trainer=trainer)
 
     monkeypatch.setattr(vmapped, "_stacked_work", with_trainer)
-    assert world.distance(trained(CASES[name], "vmapped"), plain_loop(name)) < CLOSE
+    assert world.distance(trained(LOSSES[name], "vmapped"), plain_loop(name)) < CLOSE
     assert trainer.train.steps, "it was not traced"
 
 
 @needs_compiler
-@some_cases
+@some_losses
 def test_fused_steps_train_as_plain_pytorch_or_decline(name, monkeypatch):
     """They know the plain cross entropy, in float32; for any other loss traced steps run."""
-    case, taken = CASES[name], []
+    setup, taken = LOSSES[name], []
     call = FusedCpuTraining.__call__
 
     def spied(self, *request):
@@ -274,6 +274,6 @@ def test_fused_steps_train_as_plain_pytorch_or_decline(name, monkeypatch):
 
     monkeypatch.setattr(FusedCpuTraining, "__call__", spied)
     engine = EngineConfig("workers", workers=1)
-    weights = trained(case, engine, dtype=torch.float32)
+    weights = trained(setup, engine, dtype=torch.float32)
     assert world.distance(weights, plain_loop(name)) < CLOSE
-    assert any(taken) == case.is_fused
+    assert any(taken) == setup.is_fused

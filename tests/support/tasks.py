@@ -210,7 +210,7 @@ def reconstruction(model):
     return glocal.Task(model, nn.MSELoss(), metrics=["rmse", "mae"])
 
 
-class TaskCase(NamedTuple):
+class TaskSetup(NamedTuple):
     """A task to try: what it is made of, the local side of LG-FedAvg, and the selection."""
 
     model: Callable[[], nn.Module]
@@ -226,20 +226,20 @@ class TaskCase(NamedTuple):
         return glocal.LGFedAvg(task, local=self.local, optimizer=glocal.SGD(lr=0.05), **settings)
 
 
-CASES = {
-    "regression": TaskCase(regressor, glocal.regression, diabetes_data, "0", "min mae"),
-    "multilabel": TaskCase(labeller, multilabel, label_data, "0", "max auroc"),
-    "next character": TaskCase(
+TASKS = {
+    "regression": TaskSetup(regressor, glocal.regression, diabetes_data, "0", "min mae"),
+    "multilabel": TaskSetup(labeller, multilabel, label_data, "0", "max auroc"),
+    "next character": TaskSetup(
         NextCharacter, glocal.tokens, character_data, "embedding", "min perplexity"
     ),
-    "dict inputs": TaskCase(
+    "dict inputs": TaskSetup(
         TwoInputs, classification, dict_data, "left", "max accuracy", has_classes=True
     ),
-    "object output": TaskCase(
+    "object output": TaskSetup(
         WithOutput, of_objects, class_data, "body", "min loss", has_classes=True
     ),
-    "transformer": TaskCase(
+    "transformer": TaskSetup(
         Reader, classification, word_data, "embedding", "max accuracy", has_classes=True
     ),
-    "autoencoder": TaskCase(Autoencoder, reconstruction, unlabelled_data, "encoder", "min rmse"),
+    "autoencoder": TaskSetup(Autoencoder, reconstruction, unlabelled_data, "encoder", "min rmse"),
 }
