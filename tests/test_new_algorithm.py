@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import glocal
-from glocal.algorithms.fedopt import FedAvgM
+from glocal.algorithms.fedavgm import FedAvgM
 from glocal.algorithms.fedrep import FedRep
 from glocal.cli import main
 from glocal.federate.fit import build_experiment
@@ -131,11 +131,11 @@ def test_the_exercise_of_the_page_can_be_done():
 
 OWN = """
 [experiments.own]
-algorithm = "glocal.algorithms.fedopt:FedAvgM"
+algorithm = "glocal.algorithms.fedavgm:FedAvgM"
 momentum = 0.5
 server_lr = 0.5
 [experiments.faster]
-algorithm = "glocal.algorithms.fedopt:FedAvgM"
+algorithm = "glocal.algorithms.fedavgm:FedAvgM"
 momentum = 0.5
 """
 

@@ -94,7 +94,6 @@ from glocal.personalize.onboarding import JoinPlan as JoinPlan
 from glocal.personalize.onboarding import TrainedFederation as TrainedFederation
 from glocal.personalize.onboarding import join as join
 from glocal.wire.aggregation import Mean as Mean
-from glocal.wire.aggregation import Median as Median
 from glocal.wire.codec import Clip as Clip
 from glocal.wire.codec import Half as Half
 from glocal.wire.codec import Noise as Noise
@@ -102,6 +101,12 @@ from glocal.wire.codec import chain as chain
 from glocal.wire.ledger import Ledger as Ledger
 from glocal.wire.quantize import Int4 as Int4
 from glocal.wire.quantize import Int8 as Int8
+from glocal.wire.robust import CentredClipping as CentredClipping
+from glocal.wire.robust import GeometricMedian as GeometricMedian
+from glocal.wire.robust import Krum as Krum
+from glocal.wire.robust import Median as Median
+from glocal.wire.robust import MultiKrum as MultiKrum
+from glocal.wire.robust import TrimmedMean as TrimmedMean
 from glocal.wire.sparse import TopK as TopK
 
 __version__: str

@@ -20,7 +20,16 @@ from glocal.report import write_report
 from glocal.studies import run_study
 from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import from_dict
-from glocal.wire import Aggregation, Mean, Median
+from glocal.wire import (
+    Aggregation,
+    CentredClipping,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from tests.support import deployed, world
 
 PRIVACY = "\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n"
@@ -49,8 +58,20 @@ class Largest:
         return {name: tensor.amax(0) for name, tensor in messages.items()}
 
 
+MEANS = [Mean(), Mean(by="clients"), Mean(max_weight=2)]
+NO_MEANS = [
+    Median(),
+    TrimmedMean(0.4),
+    Krum(1),
+    MultiKrum(1),
+    GeometricMedian(),
+    CentredClipping(1.0),
+    Largest(),
+]
+
+
 class Curious(FedAvg):
-    """Looks at single uploads."""
+    """Reads single uploads."""
 
     def server_update(self, shared, server, uploads):
         doubled = uploads.aggregate(lambda upload, sent, profile: trees.scale(2.0, upload))
@@ -62,7 +83,7 @@ def example(name, **settings):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("aggregation", [Mean(), Mean(by="clients"), Median(), Largest()])
+@pytest.mark.parametrize("aggregation", [*MEANS, *NO_MEANS], ids=repr)
 def test_is_mean_is_true_exactly_where_the_result_is_the_weighted_mean(aggregation):
     messages = {"w": torch.randn(3, 5, dtype=torch.float64)}
     weights = aggregation.weights(torch.tensor([3, 1, 8]))
@@ -77,19 +98,19 @@ def needs_each(algorithm):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", world.NAMES)
-def test_only_algorithms_that_look_at_single_uploads_need_them(name):
+def test_only_algorithms_that_read_single_uploads_need_them(name):
     """IFCA and FeSEM move each cluster by its own members."""
     assert needs_each(example(name)) == (name in ("ifca", "fesem"))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("aggregation", [Median(), Largest()])
+@pytest.mark.parametrize("aggregation", NO_MEANS, ids=repr)
 def test_an_aggregation_that_is_no_mean_needs_each_upload(aggregation):
     assert needs_each(example("fedavg", aggregation=aggregation))
 
 
 @pytest.mark.quick
-def test_a_server_that_looks_at_single_uploads_is_found_by_trial():
+def test_a_server_that_reads_single_uploads_is_found_by_trial():
     task = classification(world.seeded(world.plain))
     curious = Curious(task, optimizer=SGD(lr=0.1))
     assert needs_each(curious)

@@ -221,7 +221,7 @@ def leaks(messages, private):
     own = [tensor for tree in trees_of_clients for tensor in tree.values()]
     own = [tensor for tensor in own if tensor.is_floating_point()]
     places = {tensor.untyped_storage().data_ptr() for tensor in own}
-    found = sorted(messages.keys() & private.initial.keys())
+    leaking = sorted(messages.keys() & private.initial.keys())
     for name, stacked in messages.items():
         same = [
             torch.equal(message, tensor)
@@ -230,8 +230,8 @@ def leaks(messages, private):
             if message.shape == tensor.shape
         ]
         if any(same) or stacked.untyped_storage().data_ptr() in places:
-            found.append(name)
-    return found
+            leaking.append(name)
+    return leaking
 
 
 @every_algorithm

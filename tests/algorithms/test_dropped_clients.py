@@ -7,17 +7,37 @@ import torch
 
 import glocal
 from glocal.core import trees
+from glocal.core.errors import InputError
 from glocal.core.sampling import Availability, Plan, client_key
 from glocal.core.training import WeightedSum
 from glocal.federate.rounds import build_executors, masked_step, run_round
-from glocal.wire import Mean, Median
+from glocal.wire import (
+    CentredClipping,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from tests.support import world
 
 pytestmark = pytest.mark.quick
 
 EVERYBODY = tuple(range(world.NUM_CLIENTS))
 PLAN = Plan(1, world.NUM_CLIENTS, batch_size=5)
-AGGREGATIONS = [Mean(), Mean(by="clients"), Median()]
+AGGREGATIONS = [
+    Mean(),
+    Mean(by="clients"),
+    Mean(max_weight=5),
+    Median(),
+    TrimmedMean(1),
+    TrimmedMean(0.2),
+    Krum(1),
+    MultiKrum(1),
+    GeometricMedian(),
+    CentredClipping(0.1),
+]
 by_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 
 
@@ -112,6 +132,63 @@ def test_where_everybody_is_dropped_nothing_changes(aggregation):
     assert world.same_bits(before, after)
     assert report.dropped == list(EVERYBODY)
     assert report.mean_loss(range(6)) is None
+
+
+def test_too_few_that_are_left_for_an_aggregation_are_refused_in_one_line():
+    with pytest.raises(InputError, match=r"^aggregation: krum\(2\) needs .* and there are 4; .*"):
+        one_round(aggregation=Krum(2), broken=[0, 4])
+
+
+class Listening:
+    """A callback that collects the records of all rounds."""
+
+    def __init__(self):
+        self.records = []
+
+    def on_round(self, run, records):
+        self.records += records
+
+
+@by_aggregation
+def test_a_run_names_and_counts_whom_it_dropped(aggregation):
+    """The client with the number 2 breaks in the first of two rounds."""
+    kind = breaking(glocal.FedAvg, keys_of([2]), torch.nan, "upload")
+    task, listening = glocal.classification(world.seeded(world.plain)), Listening()
+    result = glocal.fit(
+        kind(task, optimizer=glocal.SGD(lr=0.1), aggregation=aggregation),
+        world.federation(),
+        rounds=2,
+        clients_per_round=world.NUM_CLIENTS,
+        batch_size=5,
+        callbacks=[listening],
+        progress=False,
+    )
+    assert [record.dropped for record in listening.records] == [("2",), ()]
+    assert result.groups[0].times_dropped == [0, 0, 1, 0, 0, 0]
+    assert result.groups[0].times_sampled == [2] * world.NUM_CLIENTS
+
+
+class Scaled(torch.nn.Module):
+    """A model with a parameter of one number, which has no axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.body = world.plain()
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+@by_aggregation
+def test_a_client_is_dropped_for_a_parameter_of_one_number_too(aggregation):
+    kind = breaking(glocal.FedAvg, keys_of([2]), torch.nan, "upload")
+    task = glocal.classification(world.seeded(Scaled))
+    algorithm = kind(task, optimizer=glocal.SGD(lr=0.1), aggregation=aggregation)
+    assert algorithm.task.initial_params()["scale"].shape == ()
+    [(state, report)] = world.simulate(algorithm, world.federation().train, PLAN, engine="looped")
+    assert report.dropped == [2]
+    assert all(bool(tensor.isfinite().all()) for tensor in state.shared.values())
 
 
 def test_what_a_codec_remembers_stays_too():

@@ -46,7 +46,7 @@ def batches(client, round_index, epochs=None):
     return by_epoch
 
 
-def descend(model, epochs, *, names=None, extra=None, optimizer=None):
+def train(model, epochs, *, names=None, extra=None, optimizer=None):
     """Train a module by `torch.optim`; `extra` is added to the loss."""
     chosen = [p for name, p in model.named_parameters() if names is None or name in names]
     optimizer = optimizer or torch.optim.SGD(chosen, lr=LR)
@@ -125,7 +125,7 @@ def test_server_optimizers_are_those_of_reddi_et_al_algorithm_2(rule):
         deltas = []
         for client in clients:
             model = load(x)
-            descend(model, batches(client, index))
+            train(model, batches(client, index))
             deltas.append(minus(weights(model), x))
         delta = mean(deltas, sizes_of(clients))
         for name, d in delta.items():
@@ -158,7 +158,7 @@ def test_scaffold_is_karimireddy_et_al_algorithm_1_with_option_2():
         for client in clients:
             model = load(x)
             correction = minus(c, own[client])
-            steps = descend(
+            steps = train(
                 model, batches(client, index), extra=lambda net, d=correction: dot(net, d)
             )
             y = weights(model)
@@ -188,7 +188,7 @@ def test_feddyn_is_acar_et_al_algorithm_1():
         results = []
         for client in clients:
             model, g, anchor = load(x), gradients[client], x
-            descend(
+            train(
                 model,
                 batches(client, index),
                 extra=lambda net, g=g, a=anchor: -dot(net, g) + alpha / 2 * distance2(net, a),
@@ -216,8 +216,8 @@ def test_fedrep_is_collins_et_al_algorithm_1():
         for client in clients:
             model = load({**shared, **heads[client]})
             epochs = batches(client, index, epochs=head_epochs + PLAN.local_epochs)
-            descend(model, epochs[:head_epochs], names=head)
-            descend(model, epochs[head_epochs:], names=body)
+            train(model, epochs[:head_epochs], names=head)
+            train(model, epochs[head_epochs:], names=body)
             after = weights(model)
             heads[client] = {name: after[name] for name in head}
             bodies.append({name: after[name] for name in body})
@@ -236,9 +236,9 @@ def test_ditto_is_li_et_al_algorithm_1():
         results = []
         for client in clients:
             model, own, anchor = load(x), load(personal[client]), x
-            descend(model, batches(client, index))
+            train(model, batches(client, index))
             near = lambda net, a=anchor: lam / 2 * distance2(net, a)  # noqa: E731
-            descend(own, batches(client, index), extra=near)
+            train(own, batches(client, index), extra=near)
             results.append(weights(model))
             personal[client] = weights(own)
         x = mean(results, sizes_of(clients))
@@ -304,7 +304,7 @@ def test_ifca_is_ghosh_et_al_algorithm_1():
             losses = [own_loss(load(each), client) for each in models]
             chosen.append(int(np.argmin(losses)))
             model = load(models[chosen[-1]])
-            descend(model, batches(client, index))
+            train(model, batches(client, index))
             results.append(weights(model))
         sizes = train_data().sizes[clients]
         for k in range(3):
@@ -328,7 +328,7 @@ def test_fesem_is_xie_et_al_algorithm_1():
         for client in clients:
             own = cluster.get(client)
             model = load(mean(centres, [0.5, 0.5]) if own is None else centres[own])
-            descend(model, batches(client, index))
+            train(model, batches(client, index))
             results.append(weights(model))
         for client, result in zip(clients, results, strict=True):
             gaps = [sum((result[n] - c[n]).square().sum() for n in c) for c in centres]

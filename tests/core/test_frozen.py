@@ -87,7 +87,9 @@ def test_bytes_are_those_of_the_trainable_shared_part():
 
 
 @pytest.mark.parametrize("name", world.NAMES)
-@pytest.mark.parametrize("engine", ["looped", "vmapped", "workers"])
+@pytest.mark.parametrize(
+    "engine", ["looped", "vmapped", pytest.param("workers", marks=pytest.mark.slow)]
+)
 def test_frozen_tensors_are_in_no_state_and_stay_as_they_are(name, engine):
     model = base_and_head()
     before = {key: tensor.clone() for key, tensor in frozen_tensors(model).items()}

@@ -89,9 +89,7 @@ DIFFERENT = {
     "the model's width": lambda: algorithm(model=mlp(hidden=9)),
     "an activation without tensors": lambda: algorithm(model=mlp(activation=nn.Tanh)),
     "its setting": lambda: algorithm(model=mlp(activation=nn.LeakyReLU)),
-    "another setting of it": lambda: algorithm(
-        model=mlp(activation=partial(nn.LeakyReLU, negative_slope=0.5))
-    ),
+    "another setting of it": lambda: algorithm(model=mlp(activation=partial(nn.LeakyReLU, 0.5))),
     "a rate of dropout": lambda: algorithm(model=mlp(dropout=0.5)),
     "the type of the weights": lambda: algorithm(model=mlp().double()),
     "what is frozen": lambda: algorithm(model=mlp(frozen=["0.weight"])),
@@ -360,7 +358,7 @@ class Remembering:
         (len, None),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused_with_its_path(value, message):
+def test_what_cannot_be_distinguished_is_refused_with_its_path(value, message):
     if message is None:
         assert spec_of(value) == spec_of(value)
         return
@@ -368,7 +366,7 @@ def test_what_cannot_be_told_apart_is_refused_with_its_path(value, message):
         spec_of(value)
 
 
-def test_an_algorithm_is_refused_where_its_metric_cannot_be_told_apart():
+def test_an_algorithm_is_refused_where_its_metric_cannot_be_distinguished():
     own_metric = glocal.Metric("own", per_example=Scaled(2.0).loss)
     with pytest.raises(InputError, match=r"^spec: task\.metrics\[0\].* is a Scaled"):
         assert task_of(metrics=[own_metric]).spec

@@ -348,10 +348,15 @@ class ByRoots(FedAvg):
 """
 MODULES = {"federation:Single": SINGLE, "federation:ByRoots": ROOTS}
 MEAN, MEDIAN = 'aggregation = "mean(clients)"', 'aggregation = "median"'
+KRUM, BOUNDED = 'aggregation = "krum(1)"', 'aggregation = "mean(examples, 100)"'
 UNFIT = [
     (secured, "lg_fedavg", 'uplink = ["int8"]', r"as they are sent, and plan.uplink has Int8\(\)"),
     (secured, "lg_fedavg", 'uplink = ["top_k(0.1)"]', r"plan.uplink has TopK\(share=0.1\)"),
     (secured, "lg_fedavg", MEDIAN, r"LGFedAvg with Median\(\) needs each of them"),
+    (secured, "lg_fedavg", KRUM, r"LGFedAvg with Krum\(byzantine=1\) needs each of them"),
+    (secured, "lg_fedavg", BOUNDED, "equally or by their examples, and Mean.* does neither"),
+    (lambda folder: folder, "lg_fedavg", 'aggregation = "krum(3)"', "at least 7 clients"),
+    (with_privacy, "lg_fedavg", KRUM, r"privacy needs a mean of uploads, and LGFedAvg takes Kr"),
     (secured, "federation:Single", "", "Single with Mean.* needs each of them"),
     (secured, "federation:ByRoots", "", "equally or by their examples, and Roots.* does neither"),
     (secured, "fedavg", "", r"cannot mask \['1.num_batches_tracked'\]"),
@@ -375,7 +380,7 @@ def test_what_would_not_protect_or_not_work_is_refused(make, algorithm, plan, re
         Project.from_folder(folder).setup  # noqa: B018
 
 
-def test_an_algorithm_that_looks_at_single_uploads_can_be_deployed_without_masks(tmp_path):
+def test_an_algorithm_that_reads_single_uploads_can_be_deployed_without_masks(tmp_path):
     folder = deployed.project(tmp_path / "here", algorithm="federation:Single", rounds=2)
     with (folder / "federation.py").open("a") as module:
         module.write(SINGLE)

@@ -48,7 +48,7 @@ TABLE = {
 }
 
 
-class Asked:
+class Survey:
     """A trainer that asks others whether they would train, and leaves the training to nobody."""
 
     def __init__(self, trainers):
@@ -71,7 +71,7 @@ def answer_of(trainer):
 
 
 def triton_answer(objective, params, work, optimizer):
-    """What the kernels for a GPU would say; it can be asked without one."""
+    """What the kernels for a GPU would say; it can be survey without one."""
     reason = unsupported_data(objective.loss, work.examples)
     shape = tuple(work.examples.x.shape[1:])
     dtype = next(iter(params.values())).dtype
@@ -96,7 +96,7 @@ def vmapped_answer(name):
 
 def answers(name):
     """What every engine says to all training of one client's round."""
-    asked = Asked(
+    survey = Survey(
         {
             "traced": answer_of(TracedTraining()),
             "fused C++": answer_of(FusedCpuTraining()),
@@ -104,9 +104,9 @@ def answers(name):
         }
     )
     step, task, examples = setup(name)
-    run_one(step, task, examples, 0, asked)
-    said = {engine: ", ".join(sorted(each)) for engine, each in asked.answers.items()}
-    return {"vmapped": vmapped_answer(name), **said}
+    run_one(step, task, examples, 0, survey)
+    answers_by_engine = {engine: ", ".join(sorted(each)) for engine, each in survey.answers.items()}
+    return {"vmapped": vmapped_answer(name), **answers_by_engine}
 
 
 @needs_compiler

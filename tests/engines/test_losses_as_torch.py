@@ -101,7 +101,7 @@ def sequences():
     return nn.Sequential(nn.Linear(world.FEATURES, 12), nn.Unflatten(1, shape))
 
 
-class LossSetup(NamedTuple):
+class KnownLoss(NamedTuple):
     """A loss, the one of a plain loop where that is another, what it is about, and the model."""
 
     loss: Any
@@ -117,46 +117,46 @@ class LossSetup(NamedTuple):
 
 cross_entropy = functional.cross_entropy
 LOSSES = {
-    "module": LossSetup(nn.CrossEntropyLoss(), is_fused=True),
-    "functional": LossSetup(cross_entropy, is_fused=True),
-    "module without reduction": LossSetup(
+    "module": KnownLoss(nn.CrossEntropyLoss(), is_fused=True),
+    "functional": KnownLoss(cross_entropy, is_fused=True),
+    "module without reduction": KnownLoss(
         nn.CrossEntropyLoss(reduction="none"), cross_entropy, is_fused=True
     ),
-    "functional without reduction": LossSetup(
+    "functional without reduction": KnownLoss(
         partial(cross_entropy, reduction="none"), cross_entropy, is_fused=True
     ),
-    "label smoothing": LossSetup(nn.CrossEntropyLoss(label_smoothing=0.2)),
-    "functional with label smoothing": LossSetup(partial(cross_entropy, label_smoothing=0.2)),
-    "class weights": LossSetup(nn.CrossEntropyLoss(weight=WEIGHTS)),
-    "functional with class weights": LossSetup(partial(cross_entropy, weight=WEIGHTS)),
-    "smoothing and class weights": LossSetup(
+    "label smoothing": KnownLoss(nn.CrossEntropyLoss(label_smoothing=0.2)),
+    "functional with label smoothing": KnownLoss(partial(cross_entropy, label_smoothing=0.2)),
+    "class weights": KnownLoss(nn.CrossEntropyLoss(weight=WEIGHTS)),
+    "functional with class weights": KnownLoss(partial(cross_entropy, weight=WEIGHTS)),
+    "smoothing and class weights": KnownLoss(
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2)
     ),
-    "ignored": LossSetup(nn.CrossEntropyLoss(), targets=some_ignored),
-    "functional with ignored": LossSetup(cross_entropy, targets=some_ignored),
-    "ignored class": LossSetup(
+    "ignored": KnownLoss(nn.CrossEntropyLoss(), targets=some_ignored),
+    "functional with ignored": KnownLoss(cross_entropy, targets=some_ignored),
+    "ignored class": KnownLoss(
         nn.CrossEntropyLoss(ignore_index=7), targets=partial(some_ignored, ignored=7)
     ),
-    "functional with an ignored class": LossSetup(
+    "functional with an ignored class": KnownLoss(
         partial(cross_entropy, ignore_index=7), targets=partial(some_ignored, ignored=7)
     ),
-    "ignored, smoothing and weights": LossSetup(
+    "ignored, smoothing and weights": KnownLoss(
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2), targets=some_ignored
     ),
-    "ignored positions": LossSetup(nn.CrossEntropyLoss(), targets=positions, make=sequences),
-    "positions with weights": LossSetup(
+    "ignored positions": KnownLoss(nn.CrossEntropyLoss(), targets=positions, make=sequences),
+    "positions with weights": KnownLoss(
         nn.CrossEntropyLoss(weight=WEIGHTS), targets=positions, make=sequences
     ),
-    "log-probabilities": LossSetup(nn.NLLLoss(weight=WEIGHTS), make=log_probabilities),
-    "probabilities as targets": LossSetup(
+    "log-probabilities": KnownLoss(nn.NLLLoss(weight=WEIGHTS), make=log_probabilities),
+    "probabilities as targets": KnownLoss(
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), targets=probabilities
     ),
-    "labels": LossSetup(nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), targets=labels),
-    "squared error": LossSetup(nn.MSELoss(), targets=numbers),
-    "functional absolute error": LossSetup(functional.l1_loss, targets=numbers),
-    "own": LossSetup(by_hand, mean_of(by_hand)),
-    "own with columns": LossSetup(of_two_columns, mean_of(of_two_columns)),
-    "own as pair": LossSetup(as_pair, mean_of_pair),
+    "labels": KnownLoss(nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), targets=labels),
+    "squared error": KnownLoss(nn.MSELoss(), targets=numbers),
+    "functional absolute error": KnownLoss(functional.l1_loss, targets=numbers),
+    "own": KnownLoss(by_hand, mean_of(by_hand)),
+    "own with columns": KnownLoss(of_two_columns, mean_of(of_two_columns)),
+    "own as pair": KnownLoss(as_pair, mean_of_pair),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 _QUICK = (
@@ -171,23 +171,23 @@ _OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in LOSSES if name
 some_losses = pytest.mark.parametrize("name", [*_QUICK, *_OTHERS])
 
 
-def data_of(setup, dtype):
-    clients = [(x.to(dtype), setup.targets(x, y)) for x, y in world.clients(SIZES)]
+def data_of(case, dtype):
+    clients = [(x.to(dtype), case.targets(x, y)) for x, y in world.clients(SIZES)]
     clients = [(x, y.to(dtype) if y.is_floating_point() else y) for x, y in clients]
     return FederatedData.from_tensors(clients, test=0.0, validation=0.0)
 
 
-def experiment_of(setup, dtype):
-    model = world.seeded(setup.make).to(dtype)
-    task = glocal.Task(model, setup.loss, metrics=["loss"])
+def experiment_of(case, dtype):
+    model = world.seeded(case.make).to(dtype)
+    task = glocal.Task(model, case.loss, metrics=["loss"])
     algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=LR, momentum=MOMENTUM))
     plan = Plan(PLAN.rounds, len(SIZES), PLAN.local_epochs, PLAN.batch_size)
-    return build_experiment(algorithm, data_of(setup, dtype), plan=plan)
+    return build_experiment(algorithm, data_of(case, dtype), plan=plan)
 
 
-def trained(setup, engine, dtype=torch.float64):
+def trained(case, engine, dtype=torch.float64):
     """The shared tree after all rounds on an engine."""
-    experiment = experiment_of(setup, dtype)
+    experiment = experiment_of(case, dtype)
     [group] = experiment.groups
     rounds = world.simulate(group.algorithm, group.data_of(0).train, experiment.plan, engine=engine)
     return world.last(rounds)[0].shared
@@ -203,11 +203,11 @@ def plain_loop(name):
     return _REFERENCES[name]
 
 
-def _plain_loop(setup):
-    data = data_of(setup, torch.float64).train
-    plan = experiment_of(setup, torch.float64).plan
-    model = world.seeded(setup.make).double()
-    loss = setup.expected
+def _plain_loop(case):
+    data = data_of(case, torch.float64).train
+    plan = experiment_of(case, torch.float64).plan
+    model = world.seeded(case.make).double()
+    loss = case.expected
     loss = loss.double() if isinstance(loss, nn.Module) else loss
     if isinstance(loss, partial) and "weight" in loss.keywords:
         loss = partial(loss.func, weight=WEIGHTS.double())
@@ -217,7 +217,7 @@ def _plain_loop(setup):
         for client, rows in enumerate(data.rows):
             model.load_state_dict(start)
             order = client_batches(plan, rows, round_index, client)
-            train_client(model, loss, data.examples, order)
+            train_plainly(model, loss, data.examples, order)
             for name, tensor in model.state_dict().items():
                 mean[name] += tensor * len(rows) / sum(SIZES)
         model.load_state_dict(mean)
@@ -225,7 +225,7 @@ def _plain_loop(setup):
     return model.state_dict()
 
 
-def train_client(model, loss, examples, order):
+def train_plainly(model, loss, examples, order):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for batch in order.reshape(-1, order.shape[-1]):
         rows = torch.from_numpy(batch[batch >= 0])
@@ -264,7 +264,7 @@ def test_traced_steps_of_many_clients_train_as_plain_pytorch(name, monkeypatch):
 @some_losses
 def test_fused_steps_train_as_plain_pytorch_or_decline(name, monkeypatch):
     """They know the plain cross entropy, in float32; for any other loss traced steps run."""
-    setup, taken = LOSSES[name], []
+    case, taken = LOSSES[name], []
     call = FusedCpuTraining.__call__
 
     def spied(self, *request):
@@ -274,14 +274,14 @@ def test_fused_steps_train_as_plain_pytorch_or_decline(name, monkeypatch):
 
     monkeypatch.setattr(FusedCpuTraining, "__call__", spied)
     engine = EngineConfig("workers", workers=1)
-    weights = trained(setup, engine, dtype=torch.float32)
+    weights = trained(case, engine, dtype=torch.float32)
     assert world.distance(weights, plain_loop(name)) < CLOSE
-    assert any(taken) == setup.is_fused
+    assert any(taken) == case.is_fused
 
 
 @pytest.mark.parametrize("engine", ["looped", "vmapped"])
 def test_a_batch_in_which_no_target_counts_changes_nothing(engine):
     """Torch's mean is NaN there, and so would be the weights."""
     model = world.seeded(world.plain).double()
-    nothing = LossSetup(nn.CrossEntropyLoss(), targets=lambda x, y: torch.full_like(y, -100))
+    nothing = KnownLoss(nn.CrossEntropyLoss(), targets=lambda x, y: torch.full_like(y, -100))
     assert world.distance(trained(nothing, engine), model.state_dict()) == 0

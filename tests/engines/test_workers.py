@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,9 @@ from glocal.federate.rounds import build_executors
 from tests.support import world
 from tests.support.engine_runs import (
     EXACT,
+    MODELS,
     NEAR,
     data_for,
-    every_algorithm,
-    every_model,
     model_of,
     needs_compiler,
     run,
@@ -46,9 +46,16 @@ def assert_workers_are_the_loop(name, kind, *, fused, optimizer=None):
     assert world.gap(workers, run(name, kind, "looped", **settings)) < tolerance
 
 
-@every_algorithm
-@every_model
-@fused_or_not
+def combination(name, kind, fused):
+    """Slow, unless it is LG-FedAvg or one of two that every algorithm has."""
+    is_default = name == "lg_fedavg" or (kind, fused) in (("plain", True), ("batch norm", False))
+    return pytest.param(name, kind, fused, marks=[] if is_default else pytest.mark.slow)
+
+
+COMBINATIONS = [combination(*each) for each in product(world.NAMES, MODELS, (True, False))]
+
+
+@pytest.mark.parametrize(("name", "kind", "fused"), COMBINATIONS)
 def test_workers_give_the_numbers_of_the_loop(name, kind, fused):
     assert_workers_are_the_loop(name, kind, fused=fused)
 

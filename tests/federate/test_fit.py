@@ -470,6 +470,7 @@ def other_data():
         ({"evaluation": Evaluation(every=2, select="best")}, "another evaluation.select"),
         ({"aggregation": glocal.Mean(by="clients")}, "another algorithm.aggregation.by"),
         ({"aggregation": glocal.Median()}, "another algorithm.aggregation.type"),
+        ({"aggregation": glocal.Mean(max_weight=9)}, "another algorithm.aggregation.max_weight"),
         ({"task": "another loss"}, "another algorithm.task.loss"),
     ],
 )
@@ -480,6 +481,12 @@ def test_a_run_is_not_resumed_with_another_setting(other, message, tmp_path):
     fitted("lg_fedavg", folder=tmp_path)
     with pytest.raises(InputError, match=message):
         fitted("lg_fedavg", folder=tmp_path, **other)
+
+
+def test_an_aggregation_that_needs_more_clients_is_refused_before_the_first_round(tmp_path):
+    with pytest.raises(InputError, match=r"^aggregation: krum\(2\) needs .* at least 5 .* are 4;"):
+        fitted("lg_fedavg", aggregation=glocal.Krum(2), folder=tmp_path, plan=glocal.Plan(2, 4))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_warm_start_from_mtl_is_its_mean_and_from_local_only_is_refused():

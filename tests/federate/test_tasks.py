@@ -33,12 +33,12 @@ EVALUATION = glocal.Evaluation(every=1)
 FEW = glocal.JoinPlan(epochs=2)
 
 
-def fit(setup, *, dtype=torch.float32, data=None, rounds=ROUNDS, engine="vmapped", **more):
+def fit(case, *, dtype=torch.float32, data=None, rounds=ROUNDS, engine="vmapped", **more):
     return glocal.fit(
-        setup.algorithm(dtype),
-        data or setup.data(),
+        case.algorithm(dtype),
+        data or case.data(),
         rounds=rounds,
-        select=setup.select,
+        select=case.select,
         evaluation=EVALUATION,
         engine=engine,
         **PLAN,
@@ -48,11 +48,11 @@ def fit(setup, *, dtype=torch.float32, data=None, rounds=ROUNDS, engine="vmapped
 
 @pytest.fixture(scope="module", params=TASKS)
 def fitted(request, tmp_path_factory):
-    """A task's setup, its data, its result and the folder of its run."""
-    setup, folder = TASKS[request.param], tmp_path_factory.mktemp("run")
-    data = setup.data()
-    result = fit(setup, data=data, folder=folder)
-    return SimpleNamespace(setup=setup, data=data, result=result, folder=folder)
+    """A task's case, its data, its result and the folder of its run."""
+    case, folder = TASKS[request.param], tmp_path_factory.mktemp("run")
+    data = case.data()
+    result = fit(case, data=data, folder=folder)
+    return SimpleNamespace(case=case, data=data, result=result, folder=folder)
 
 
 # ---- fits, selects, tests
@@ -62,7 +62,7 @@ def test_it_learns_and_the_round_with_the_best_score_is_tested(fitted):
     rows = read_rows(fitted.folder / "rows.jsonl")
     losses = [row["loss"] for row in rows]
     assert losses[-1] < losses[0]
-    direction, name = fitted.setup.select.split()
+    direction, name = fitted.case.select.split()
     scores = [row["metrics"][name] for row in rows]
     best = min(scores) if direction == "min" else max(scores)
     assert fitted.result.group().selected_round == 1 + scores.index(best)
@@ -128,7 +128,7 @@ def test_evaluated_on_the_same_data_the_figures_are_the_same(fitted):
 
 def test_a_saved_result_loads_with_the_same_models_and_figures(fitted, tmp_path):
     home = fitted.result.save(tmp_path / "saved")
-    loaded = glocal.load(home, fitted.setup.algorithm())
+    loaded = glocal.load(home, fitted.case.algorithm())
     assert loaded.metrics.rows == fitted.result.metrics.rows
     assert repr(loaded) == repr(fitted.result)
     for client in fitted.data.names:
@@ -136,8 +136,8 @@ def test_a_saved_result_loads_with_the_same_models_and_figures(fitted, tmp_path)
 
 
 def test_a_run_of_a_folder_goes_on_to_the_same_bits(fitted, tmp_path):
-    fit(fitted.setup, rounds=3, folder=tmp_path)
-    resumed = fit(fitted.setup, folder=tmp_path)
+    fit(fitted.case, rounds=3, folder=tmp_path)
+    resumed = fit(fitted.case, folder=tmp_path)
     states = [each.group().state.alone() for each in (resumed, fitted.result)]
     assert world.same_bits(*states, len(tasks.SIZES))
     assert resumed.metrics.rows == fitted.result.metrics.rows
@@ -150,7 +150,7 @@ def test_a_client_s_saved_model_loads_as_a_plain_module(fitted):
     group = fitted.result.group()
     name = "untrained" if not group.times_sampled[0] else f"client-{client}"
     [path] = fitted.folder.glob(f"models/seed-0/{name}.safetensors")
-    loaded = glocal.load_model(path, fitted.setup.model())
+    loaded = glocal.load_model(path, fitted.case.model())
     assert trees.same_bits(loaded.state_dict(), fitted.result.state_dict(client))
 
 
@@ -214,7 +214,7 @@ def test_without_targets_an_ensemble_is_chosen_for_classes_alone(fitted, by):
     everyone = onboarding.select_ensemble(federation, x)
     outputs = onboarding.new_client_ensemble_outputs(federation, everyone, x)
     assert len(outputs) == len(tensors_of(x)[0])
-    if fitted.setup.has_classes:
+    if fitted.case.has_classes:
         [chosen] = onboarding.select_ensemble(federation, x, by=by, count=1)
         assert chosen in everyone
         classes = onboarding.new_client_ensemble_classes(federation, [chosen], x)
@@ -231,8 +231,8 @@ def test_without_targets_an_ensemble_is_chosen_for_classes_alone(fitted, by):
 
 def test_targets_that_do_not_count_are_left_out_where_only_the_new_client_has_some():
     """The task of the federation has not seen any."""
-    setup = TASKS["object output"]
-    federation = glocal.TrainedFederation.from_result(fit(setup, rounds=1))
+    case = TASKS["object output"]
+    federation = glocal.TrainedFederation.from_result(fit(case, rounds=1))
     x, y = torch.randn(6, 4), torch.tensor([0, 1, tasks.PAD, 2, tasks.PAD, 0])
     known = Examples(x[y != tasks.PAD], y[y != tasks.PAD])
     states = []
@@ -245,8 +245,8 @@ def test_targets_that_do_not_count_are_left_out_where_only_the_new_client_has_so
 
 
 def test_numbers_of_a_new_client_are_cast_as_in_fit():
-    setup = TASKS["regression"]
-    federation = glocal.TrainedFederation.from_result(fit(setup, rounds=1, dtype=torch.float64))
+    case = TASKS["regression"]
+    federation = glocal.TrainedFederation.from_result(fit(case, rounds=1, dtype=torch.float64))
     some = Examples(torch.randn(5, 10), torch.randn(5))
     joined = glocal.join(federation, some, join_plan=FEW, engine="looped")
     assert {tensor.dtype for tensor in joined.params(federation.algorithm).values()} == {
@@ -260,8 +260,8 @@ def test_numbers_of_a_new_client_are_cast_as_in_fit():
 @pytest.mark.parametrize("name", TASKS)
 def test_batched_over_clients_the_numbers_are_those_of_the_loop(name):
     """Without a warning that clients cannot be batched, which would be an error here."""
-    setup = TASKS[name]
-    results = [fit(setup, dtype=torch.float64, engine=each) for each in ("looped", "vmapped")]
+    case = TASKS[name]
+    results = [fit(case, dtype=torch.float64, engine=each) for each in ("looped", "vmapped")]
     states = [each.group().state.alone() for each in results]
     assert {tensor.dtype for tensor in states[0].shared.values()} == {torch.float64}
     assert world.gap(*states, len(tasks.SIZES)) < 1e-10
@@ -272,28 +272,28 @@ def test_batched_over_clients_the_numbers_are_those_of_the_loop(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_processes_give_the_numbers_of_the_loop(name):
-    setup = TASKS[name]
+    case = TASKS[name]
     engine = glocal.EngineConfig("workers", workers=2, fused=False)
-    states = [fit(setup, dtype=torch.float64, engine=each) for each in ("looped", engine)]
+    states = [fit(case, dtype=torch.float64, engine=each) for each in ("looped", engine)]
     assert world.gap(*(each.group().state.alone() for each in states), len(tasks.SIZES)) < 1e-10
 
 
 # ---- reports
 
 
-def study(setup):
+def study(case):
     """The same task as a study, of functions of the user's."""
     where = "tests.support.tasks"
     kinds = {glocal.regression: "regression", glocal.tokens: "tokens"}
     return from_dict(
         {
             "name": "a task",
-            "data": {"source": f"{where}:{setup.data.__name__}"},
-            "model": {"name": f"{where}:{setup.model.__name__}"},
-            "task": {"kind": kinds.get(setup.task, f"{where}:{setup.task.__name__}")},
+            "data": {"source": f"{where}:{case.data.__name__}"},
+            "model": {"name": f"{where}:{case.model.__name__}"},
+            "task": {"kind": kinds.get(case.task, f"{where}:{case.task.__name__}")},
             "plan": {"rounds": 2, "clients_per_round": 2, "batch_size": 4},
-            "split": {"local": [setup.local]},
-            "run": {"select": setup.select, "validate_every": 1, "engine": "looped"},
+            "split": {"local": [case.local]},
+            "run": {"select": case.select, "validate_every": 1, "engine": "looped"},
             "experiments": {"both": {"algorithm": "lg_fedavg"}},
         }
     )
@@ -303,7 +303,7 @@ def study(setup):
 def studied(fitted, tmp_path_factory):
     """The folder of a study of the task."""
     folder = tmp_path_factory.mktemp("study")
-    list(run_study(study(fitted.setup), folder))
+    list(run_study(study(fitted.case), folder))
     return folder
 
 
@@ -332,7 +332,7 @@ def test_a_new_client_joins_the_study_and_its_page_is_written(fitted, studied, t
     assert run(*command, "--name", "ward") == 0, capsys.readouterr().err
     page = (studied / "joined/ward/report.html").read_text()
     methods = {row["method"] for row in read_json(studied / "joined/ward/join.json", dict)["rows"]}
-    assert ("confident" in methods) == fitted.setup.has_classes
+    assert ("confident" in methods) == fitted.case.has_classes
     assert "local part" in methods, "it trains, without targets where the task has none"
     assert fitted.result.algorithm.task.metric.name in page
 

@@ -210,7 +210,7 @@ def reconstruction(model):
     return glocal.Task(model, nn.MSELoss(), metrics=["rmse", "mae"])
 
 
-class TaskSetup(NamedTuple):
+class KnownTask(NamedTuple):
     """A task to try: what it is made of, the local side of LG-FedAvg, and the selection."""
 
     model: Callable[[], nn.Module]
@@ -227,19 +227,19 @@ class TaskSetup(NamedTuple):
 
 
 TASKS = {
-    "regression": TaskSetup(regressor, glocal.regression, diabetes_data, "0", "min mae"),
-    "multilabel": TaskSetup(labeller, multilabel, label_data, "0", "max auroc"),
-    "next character": TaskSetup(
+    "regression": KnownTask(regressor, glocal.regression, diabetes_data, "0", "min mae"),
+    "multilabel": KnownTask(labeller, multilabel, label_data, "0", "max auroc"),
+    "next character": KnownTask(
         NextCharacter, glocal.tokens, character_data, "embedding", "min perplexity"
     ),
-    "dict inputs": TaskSetup(
+    "dict inputs": KnownTask(
         TwoInputs, classification, dict_data, "left", "max accuracy", has_classes=True
     ),
-    "object output": TaskSetup(
+    "object output": KnownTask(
         WithOutput, of_objects, class_data, "body", "min loss", has_classes=True
     ),
-    "transformer": TaskSetup(
+    "transformer": KnownTask(
         Reader, classification, word_data, "embedding", "max accuracy", has_classes=True
     ),
-    "autoencoder": TaskSetup(Autoencoder, reconstruction, unlabelled_data, "encoder", "min rmse"),
+    "autoencoder": KnownTask(Autoencoder, reconstruction, unlabelled_data, "encoder", "min rmse"),
 }

@@ -9,12 +9,31 @@ from hypothesis import strategies as st
 from glocal.algorithms.contract import Uploads, add_change, change
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.wire import Mean, Median, parse_aggregation
+from glocal.wire import (
+    CentredClipping,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+    parse_aggregation,
+)
 
 pytestmark = pytest.mark.quick
 
 SIZES = torch.tensor([3, 1, 0, 8])
-BOTH = pytest.mark.parametrize("aggregation", [Mean(), Mean(by="clients"), Median()])
+ROBUST = [
+    Median(),
+    TrimmedMean(0),
+    TrimmedMean(0.25),
+    Krum(0),
+    MultiKrum(0),
+    GeometricMedian(),
+    CentredClipping(100.0, 3),
+]
+ALL = [Mean(), Mean(by="clients"), Mean(max_weight=5), *ROBUST]
+EVERY = pytest.mark.parametrize("aggregation", ALL, ids=repr)
 
 
 def messages(seed=0, clients=4):
@@ -54,14 +73,14 @@ def test_a_median_is_numpys(seed, clients):
         np.testing.assert_allclose(tensor, np.median(tree[name].numpy(), axis=0), rtol=1e-6)
 
 
-@BOTH
+@EVERY
 def test_floats_keep_their_type_and_whole_numbers_become_float64(aggregation):
     dtypes = {name: tensor.dtype for name, tensor in reduced(aggregation, messages()).items()}
     assert dtypes["w"] == dtypes["steps"] == torch.float64
     assert dtypes["b"] == torch.float32
 
 
-@BOTH
+@EVERY
 def test_one_client_alone_is_its_own_aggregate(aggregation):
     tree = messages(clients=1)
     alone = reduced(aggregation, tree, torch.tensor([5]))
@@ -72,7 +91,7 @@ def gap(left, right):
     return max(float((left[name] - right[name]).abs().sum()) for name in left)
 
 
-@BOTH
+@EVERY
 def test_the_order_of_clients_does_not_count(aggregation):
     tree, turned = messages(), [2, 0, 3, 1]
     other = {name: tensor[turned] for name, tensor in tree.items()}
@@ -129,7 +148,7 @@ def aggregated(afters, aggregation):
     return add_change(model(), reduced(aggregation, rows, torch.ones(len(afters))))
 
 
-@BOTH
+@EVERY
 def test_clients_that_agree_are_followed_in_every_type(aggregation):
     after = {**model(), "steps": torch.tensor(14), "switch": torch.tensor([False, True, True])}
     after["w"] = torch.tensor([1.25, 2.5])
@@ -137,7 +156,7 @@ def test_clients_that_agree_are_followed_in_every_type(aggregation):
     assert trees.same_bits(aggregated([after] * 3, aggregation), after)
 
 
-@BOTH
+@EVERY
 def test_a_switch_is_flipped_where_more_than_half_of_the_clients_flipped_it(aggregation):
     flips = [[True, True, True], [True, False, True], [False, True, True]]
     flips += [[False, False, True]]
@@ -238,13 +257,30 @@ def test_leaving_out_takes_every_part_of_an_upload():
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("mean", Mean()), ("mean(clients)", Mean(by="clients")), ("median", Median())],
+    [
+        ("mean", Mean()),
+        ("mean(clients)", Mean(by="clients")),
+        ("mean(examples, 100)", Mean(max_weight=100)),
+        ("median", Median()),
+        ("trimmed_mean(0.1)", TrimmedMean(0.1)),
+        ("trimmed_mean(2)", TrimmedMean(2)),
+        ("krum(1)", Krum(1)),
+        ("multi_krum(2)", MultiKrum(2)),
+        ("geometric_median", GeometricMedian()),
+        ("geometric_median(5, 0.1)", GeometricMedian(5, 0.1)),
+        ("centred_clipping(10)", CentredClipping(10)),
+        ("centred_clipping(0.5, 3)", CentredClipping(0.5, 3)),
+    ],
 )
 def test_aggregations_have_words(word, expected):
     assert parse_aggregation(word, "plan.aggregation") == expected
 
 
-@pytest.mark.parametrize("word", ["mode", "mean(examples, clients)", "mean(people)", "median(3)"])
+WRONG_WORDS = ["mode", "mean(examples, clients)", "mean(people)", "median(3)", "krum", "krum(0.1)"]
+WRONG_WORDS += ["trimmed_mean(0.5)", "mean(clients, 100)", "multi_krum(1, 2)"]
+
+
+@pytest.mark.parametrize("word", WRONG_WORDS)
 def test_a_word_that_names_no_aggregation_is_refused(word):
     with pytest.raises(InputError, match=r"^settings: plan\.aggregation is '"):
         parse_aggregation(word, "plan.aggregation")
@@ -253,3 +289,23 @@ def test_a_word_that_names_no_aggregation_is_refused(word):
 def test_a_weighting_that_is_not_known_is_refused():
     with pytest.raises(InputError, match=r"^aggregation: by is 'size'; .*clients, examples"):
         Mean(by="size")
+
+
+def test_no_client_weighs_more_than_the_largest_weight():
+    assert Mean(max_weight=3).weights(SIZES).tolist() == [3, 1, 0, 3]
+    boasting = torch.tensor([3, 1, 0, 10**12])
+    tree = messages()
+    assert gap(reduced(Mean(max_weight=8), tree, boasting), reduced(Mean(), tree)) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_weight": 0}, "max_weight is 0; a whole number from 1 to 1,000,000 was expected"),
+        ({"max_weight": 2.5}, "max_weight is 2.5; a whole number from 1"),
+        ({"by": "clients", "max_weight": 9}, "max_weight is 9, and a mean by clients weighs all"),
+    ],
+)
+def test_a_largest_weight_that_cannot_be_is_refused(settings, expected):
+    with pytest.raises(InputError, match=f"^aggregation: {expected}"):
+        Mean(**settings)

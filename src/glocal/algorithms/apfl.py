@@ -79,8 +79,8 @@ class APFL(Algorithm):
         own = frozenset(_OWN + name for name in self.task.trainable)
         joint = Objective(self.mixture_loss, shared | own)
         trained = local_train(joint, {**message, **private, ALPHA: alpha}, work, self.optimizer)
-        kept = {**trees.pick(trained.params, private), ALPHA: alpha}
-        return Update(change(trained.params, message), kept, {"loss": trained.loss})
+        private = {**trees.pick(trained.params, private), ALPHA: alpha}
+        return Update(change(trained.params, message), private, {"loss": trained.loss})
 
 
 def mix(shared: Params, private: Params) -> Params:

@@ -11,7 +11,7 @@ from glocal.core.bounds import MAX_CLUSTERS, require_count
 from glocal.core.trees import Params
 from glocal.wire.codec import name_address
 
-MEMBER = "member"
+MEMBERSHIP = "membership"
 
 
 def require_clusters(algorithm: Algorithm, clusters: object) -> None:
@@ -44,13 +44,13 @@ def one_hot(cluster: Tensor, models: Params) -> Tensor:
     return (torch.arange(len(like), device=like.device) == cluster).to(like)
 
 
-def of_cluster(moved: Message, member: Tensor) -> Message:
+def of_cluster(moved: Message, membership: Tensor) -> Message:
     """A client's change as one of all models (clusters, ...): 0 for those of other clusters."""
     changes = {}
     for name, tensor in moved.items():
         values = tensor if tensor.is_floating_point() else tensor.double()
-        changes[name] = torch.tensordot(member.to(values.dtype), values, dims=0)
-    return {**changes, MEMBER: member}
+        changes[name] = torch.tensordot(membership.to(values.dtype), values, dims=0)
+    return {**changes, MEMBERSHIP: membership}
 
 
 def add_mean_of_members(models: Params, mean: Message) -> Params:
@@ -58,7 +58,7 @@ def add_mean_of_members(models: Params, mean: Message) -> Params:
 
     `mean` is that of what `of_cluster` makes of all uploads.
     """
-    share, moved = mean[MEMBER], {}
+    share, moved = mean[MEMBERSHIP], {}
     for name in models:
         of_model = share.reshape(-1, *(1,) * (mean[name].dim() - 1)).to(mean[name].dtype)
         moved[name] = mean[name] / torch.where(of_model > 0, of_model, 1)

@@ -271,6 +271,6 @@ def _require_single_messages(uploads: Uploads) -> None:
     if uploads.mean is not None or not uploads.aggregation.is_mean:
         known = "their mean" if uploads.mean is not None else f"{uploads.aggregation}"
         raise InputError(
-            f"aggregation: this algorithm looks at single uploads before they are averaged, and "
+            f"aggregation: this algorithm needs single uploads before they are averaged, and "
             f"the server has {known}; use a mean without secure aggregation"
         )

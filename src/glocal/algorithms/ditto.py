@@ -35,16 +35,16 @@ class Ditto(Algorithm):
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """The shared model trains as in FedAvg, the own one near what was received."""
         shared = local_train(self.objective, message, work, self.optimizer)
-        kept = self.adapt(message, private, work).private
-        return Update(change(shared.params, message), kept, {"loss": shared.loss})
+        after = self.adapt(message, private, work).private
+        return Update(change(shared.params, message), after, {"loss": shared.loss})
 
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The own model trains alone."""
         own = trees.under_prefix(_OWN, private)
         objective = self.objective.near(message, self.lam)
         trained = local_train(objective, own, work, self.optimizer)
-        kept = trees.with_prefix(_OWN, trained.params)
-        return Update(change(message, message), kept, {"loss": trained.loss})
+        after = trees.with_prefix(_OWN, trained.params)
+        return Update(change(message, message), after, {"loss": trained.loss})
 
     def personal(self, shared: Params, private: Params) -> Params:
         """The client's own model."""

@@ -21,7 +21,7 @@ class FedAvg(Algorithm):
     >>> from torch import nn
     >>> from glocal import SGD, classification
     >>> FedAvg(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).aggregation
-    Mean(by='examples')
+    Mean(by='examples', max_weight=None)
     """
 
     local: Selector | None = None
@@ -51,8 +51,8 @@ class FedAvg(Algorithm):
 
     def update(self, trained: Trained, message: Message, private: Params) -> Update:
         """The change of the shared part, and the private part."""
-        kept = trees.pick(trained.params, private)
-        return Update(change(trained.params, message), kept, {"loss": trained.loss})
+        local = trees.pick(trained.params, private)
+        return Update(change(trained.params, message), local, {"loss": trained.loss})
 
     def personal(self, shared: Params, private: Params) -> Params:
         """Both parts together."""

@@ -17,7 +17,7 @@ from glocal.core.trees import Params
 from glocal.core.values import Values
 from glocal.wire.aggregation import Aggregation, Mean
 
-_PROTOTYPES, _SEEN = "prototypes", "seen"
+_PROTOTYPES, _WEIGHTS = "prototypes", "prototype_weights"
 
 
 class FedProto(Algorithm):
@@ -46,7 +46,7 @@ class FedProto(Algorithm):
         """No class has been seen."""
         like = next(tensor for tensor in params.values() if tensor.is_floating_point())
         prototypes = like.new_zeros(self.task.head_shape)
-        return State({_PROTOTYPES: prototypes, _SEEN: like.new_zeros(len(prototypes))}, params)
+        return State({_PROTOTYPES: prototypes, _WEIGHTS: like.new_zeros(len(prototypes))}, params)
 
     @property
     def objective(self) -> Objective:
@@ -57,26 +57,26 @@ class FedProto(Algorithm):
         """Its value (), and the buffers after the step."""
         y, mask = batch.y, batch.mask
         output, features, buffers = self.task.with_features(params, batch.x, mask, batch.key)
-        gaps = (features.flatten(1) - params[_PROTOTYPES][y]).square().mean(1) * params[_SEEN][y]
+        gaps = (features.flatten(1) - params[_PROTOTYPES][y]).square().mean(1) * params[_WEIGHTS][y]
         loss = masked_mean(self.task.per_example(output, y), mask)
         return loss + self.lam * masked_mean(gaps, mask), buffers
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Training towards the prototypes; then the client's own sums are taken."""
         trained = local_train(self.objective, {**private, **message}, work, self.optimizer)
-        kept = trees.pick(trained.params, private)
-        return Update(self._sums(kept, message, work), kept, {"loss": trained.loss})
+        after = trees.pick(trained.params, private)
+        return Update(self._sums(after, message, work), after, {"loss": trained.loss})
 
     def server_update(
         self, shared: Params, server: Params, uploads: Uploads
     ) -> tuple[Params, Params]:
         """The mean representation of every class that was among the sampled clients' labels."""
         total = uploads.aggregate()
-        counts = total[_SEEN][:, None]
+        counts = total[_WEIGHTS][:, None]
         means = total[_PROTOTYPES] / torch.where(counts > 0, counts, 1)
         prototypes = torch.where(counts > 0, means, shared[_PROTOTYPES])
-        seen = torch.maximum(shared[_SEEN], (total[_SEEN] > 0).to(shared[_SEEN]))
-        return {_PROTOTYPES: prototypes, _SEEN: seen}, server
+        weights = torch.maximum(shared[_WEIGHTS], (total[_WEIGHTS] > 0).to(shared[_WEIGHTS]))
+        return {_PROTOTYPES: prototypes, _WEIGHTS: weights}, server
 
     def personal(self, shared: Params, private: Params) -> Params:
         """The client's own model, and the prototypes."""
@@ -86,16 +86,16 @@ class FedProto(Algorithm):
         """Minus the distance to every prototype; classes without one are the farthest."""
         features = self.task.represent(params, x, mask).flatten(1)
         gaps = (features[:, None] - params[_PROTOTYPES]).square().mean(2)
-        nearest = torch.where(params[_SEEN] > 0, -gaps, -gaps.amax(1, keepdim=True) - 1)
-        return torch.where(params[_SEEN].any(), nearest, self.task.predict(params, x, mask))
+        nearest = torch.where(params[_WEIGHTS] > 0, -gaps, -gaps.amax(1, keepdim=True) - 1)
+        return torch.where(params[_WEIGHTS].any(), nearest, self.task.predict(params, x, mask))
 
     def _sums(self, params: Params, message: Message, work: Work) -> Message:
         """The sum of the client's representations by class, and their number."""
-        sums, seen = trees.zeros_like(message), message[_SEEN]
-        classes = torch.arange(len(seen), device=seen.device)
+        sums, weights = trees.zeros_like(message), message[_WEIGHTS]
+        classes = torch.arange(len(weights), device=weights.device)
         for batch in batches(work.epochs(0, 1)):
             features = self.task.represent(params, batch.x, batch.mask).flatten(1)
             is_class = (batch.y[:, None] == classes) & batch.mask[:, None]
             counts = is_class.to(features)
-            sums = trees.add(sums, {_PROTOTYPES: counts.T @ features, _SEEN: counts.sum(0)})
+            sums = trees.add(sums, {_PROTOTYPES: counts.T @ features, _WEIGHTS: counts.sum(0)})
         return sums

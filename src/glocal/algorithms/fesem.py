@@ -68,8 +68,8 @@ class FeSEM(Algorithm):
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """The centre is trained; the client keeps the result."""
         trained = local_train(self.objective, message, work, self.optimizer)
-        kept = trees.with_prefix(_OWN, trained.params)
-        return Update(change(trained.params, message), kept, {"loss": trained.loss})
+        after = trees.with_prefix(_OWN, trained.params)
+        return Update(change(trained.params, message), after, {"loss": trained.loss})
 
     def remember(self, shared: Params, profile: Params, sent: Message, upload: Message) -> Params:
         """The centre that was nearest, before it moved."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from glocal.algorithms.clusters import (
-    MEMBER,
+    MEMBERSHIP,
     add_mean_of_members,
     of_cluster,
     one_hot,
@@ -51,15 +51,15 @@ class IFCA(Algorithm):
     def upload_like(self, shared: Params) -> Message:
         """One model, and which it is."""
         first = {name: tensor[0] for name, tensor in shared.items()}
-        return {**first, MEMBER: one_hot(torch.tensor(0), shared)}
+        return {**first, MEMBERSHIP: one_hot(torch.tensor(0), shared)}
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """The best model is trained."""
         choice = self._losses(message, work).argmin()
-        member = one_hot(choice, message)
-        model = trees.mean(message, member)
+        membership = one_hot(choice, message)
+        model = trees.mean(message, membership)
         trained = local_train(self.objective, model, work, self.optimizer)
-        upload = {**change(trained.params, model), MEMBER: member}
+        upload = {**change(trained.params, model), MEMBERSHIP: membership}
         return Update(upload, {_CHOICE: choice}, {"loss": trained.loss})
 
     def server_update(
@@ -68,7 +68,7 @@ class IFCA(Algorithm):
         """Each cluster's model moves by the mean of its members' changes."""
 
         def of_own_cluster(upload: Message, sent: Message, profile: Params) -> Message:
-            return of_cluster(trees.drop(upload, [MEMBER]), upload[MEMBER])
+            return of_cluster(trees.drop(upload, [MEMBERSHIP]), upload[MEMBERSHIP])
 
         return add_mean_of_members(shared, uploads.aggregate(of_own_cluster)), server
 

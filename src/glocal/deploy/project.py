@@ -30,7 +30,7 @@ from glocal.studies.build import (
 from glocal.studies.run import plans_of
 from glocal.studies.settings import Settings, from_toml
 from glocal.studies.user_functions import call_user_function, import_function
-from glocal.wire import parse_codec
+from glocal.wire import parse_codec, require_enough_clients
 
 STUDY, DEPLOYMENT, CLIENT = "study.toml", "deploy.toml", "client.toml"
 
@@ -77,6 +77,8 @@ class Project:
         codec = uplink_codec(uplink, self.deployment.privacy)
         params = algorithm.task.initial_params()
         setup = TrainingSetup(name, algorithm, codec, params, self._training_settings())
+        sampled = min(self.plan.clients_per_round, self.deployment.clients)
+        require_enough_clients(algorithm.aggregation, sampled)
         if self.deployment.privacy is not None:
             require_private(setup)
         if self.deployment.secure_aggregation:

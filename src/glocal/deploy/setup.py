@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from glocal.algorithms.contract import Algorithm
+from glocal.core.bounds import MAX_EXAMPLES
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.losses import WeightedCrossEntropy, per_example_cross_entropy
@@ -18,6 +19,9 @@ from glocal.core.trees import Params
 from glocal.deploy.settings import PrivacySettings
 from glocal.federate.rounds import GroupSetup, needs_single_uploads, start_state, start_wires
 from glocal.wire import Aggregation, Chain, Clip, Codec, Identity, Noise, Schema, Wire, chain, pack
+
+_MOST = 2 * MAX_EXAMPLES  # more than any max_weight
+_EXAMPLES = torch.tensor([1, 2, _MOST])
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,14 @@ def _shapes(schema: Schema) -> dict[str, list[int | str]]:
 
 def weighs_equally(aggregation: Aggregation) -> bool:
     """Whether a client with more examples weighs as much as another one: by trial."""
-    one, two = aggregation.weights(torch.tensor([1, 2])).tolist()
-    return bool(one == two)
+    one, two, most = aggregation.weights(_EXAMPLES).tolist()
+    return bool(one == two == most)
 
 
 def weighs_by_examples(aggregation: Aggregation) -> bool:
-    """Whether a client with twice the examples weighs twice as much: by trial."""
-    one, two = aggregation.weights(torch.tensor([1, 2])).tolist()
-    return bool(two == 2 * one)
+    """Whether weights are in proportion to examples, with no largest one: by trial."""
+    one, two, most = aggregation.weights(_EXAMPLES).tolist()
+    return bool(two == 2 * one and most == _MOST * one)
 
 
 def predicts_classes(task: Task) -> bool:

@@ -8,13 +8,14 @@ import torch
 from glocal.core import trees
 from glocal.core.data import ClientData
 from glocal.core.errors import InputError, describe_error
-from glocal.core.sampling import sample_clients
+from glocal.core.sampling import sample_available, sample_clients
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask
 from glocal.engines.looped import LoopedEngine
 from glocal.federate.experiment import Experiment, Group, Phase
 from glocal.federate.outputs import validate_task_data
 from glocal.federate.rounds import GroupSetup, client_step, start_state, start_wires
+from glocal.wire import require_enough_clients
 
 
 def require_trainable(experiment: Experiment) -> None:
@@ -22,10 +23,12 @@ def require_trainable(experiment: Experiment) -> None:
 
     These are data that do not fit the model, too few clients, no validation data to select a round
     on, pre-training of nothing, a client that is available and has no data, and a model that cannot
-    be trained.
+    be trained. An aggregation that bears so many wrong uploads must get more than those.
     """
     if not experiment.phases:
         sample_clients(experiment.plan, experiment.num_clients, experiment.plan.first_round)
+    aggregation = experiment.groups[0].algorithm.aggregation
+    require_enough_clients(aggregation, _fewest_sampled(experiment))
     for place, group in enumerate(experiment.groups):
         try:
             _require_group(experiment, place)
@@ -33,6 +36,15 @@ def require_trainable(experiment: Experiment) -> None:
             if not group.name:
                 raise
             raise type(error)(f"group '{group.name}': {error}") from error
+
+
+def _fewest_sampled(experiment: Experiment) -> int:
+    """The number of clients that are sampled in a round; of several phases, the smallest."""
+    counts = []
+    for phase in experiment.phases:
+        sampled = sample_available(experiment.plan, phase.availability, phase.first_round)
+        counts.append(len(sampled))
+    return min(counts, default=experiment.plan.clients_per_round)
 
 
 def _require_group(experiment: Experiment, place: int) -> None:

@@ -378,7 +378,8 @@ def _finite_rows(messages: Params, losses: Tensor) -> Tensor:
     finite = torch.isfinite(losses)
     for tensor in messages.values():
         if tensor.is_floating_point():
-            finite = finite & torch.isfinite(tensor).flatten(1).all(1)
+            numbers = tensor.unsqueeze(-1).flatten(1)  # also where each client has one number
+            finite = finite & torch.isfinite(numbers).all(1)
     return finite
 
 

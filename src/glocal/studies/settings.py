@@ -190,10 +190,10 @@ class RunSettings:
 class PlanSettings:
     """How long training takes, and with how many clients; `seeds` seeds are run, from `seed` on.
 
-    `aggregation` makes one upload of many: "mean" (weighted by examples), "mean(clients)" or
-    "median"; None is the algorithm's own. `uplink` are codecs of uploads, such as "top_k(0.01)" and
-    "int8". Batches of texts hold at most `max_tokens` words, padding included. Each seed is run
-    `restarts` times with other initial weights on the same partition; its result is that of the
+    `aggregation` makes one upload of many, such as "mean" (weighted by examples), "mean(clients)"
+    or "krum(1)"; None is the algorithm's own. `uplink` are codecs of uploads, such as "int8" and
+    "top_k(0.01)". Batches of texts hold at most `max_tokens` words, padding included. Each seed is
+    run `restarts` times with other initial weights on the same partition; its result is that of the
     restart that is best on validation data, over all clients' examples together.
     """
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from glocal.core.bounds import MAX_EXAMPLES, require_count
 from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.trees import Params
 
@@ -35,11 +36,16 @@ class Aggregation(Protocol):
 class Mean:
     """The mean, weighted by each client's examples, or the same for all (`by` = "clients").
 
+    A client says itself how many examples it has. None weighs more than `max_weight` examples.
+
     >>> Mean(by="clients").weights(torch.tensor([3, 1]))
     tensor([1., 1.], dtype=torch.float64)
+    >>> Mean(max_weight=100).weights(torch.tensor([3, 5000]))
+    tensor([  3., 100.], dtype=torch.float64)
     """
 
     by: str = "examples"
+    max_weight: int | None = None
 
     is_mean: ClassVar[bool] = True
 
@@ -49,49 +55,38 @@ class Mean:
                 f"aggregation: by is {describe_value(self.by)}; "
                 f"{suggest_name(str(self.by), WEIGHTINGS)}"
             )
+        if self.max_weight is None:
+            return
+        require_count("aggregation: max_weight", self.max_weight, 1, MAX_EXAMPLES)
+        if self.by == "clients":
+            raise InputError(
+                f"aggregation: max_weight is {self.max_weight}, and a mean by clients weighs all "
+                "the same; leave it out"
+            )
 
     def weights(self, num_examples: Tensor) -> Tensor:
         """The examples of every client, or ones (clients,)."""
-        return num_examples.double() if self.by == "examples" else _ones(num_examples)
+        if self.by == "clients":
+            return torch.ones_like(num_examples, dtype=torch.float64)
+        examples = num_examples.double()
+        return examples if self.max_weight is None else examples.clamp(max=self.max_weight)
 
     def reduce(self, messages: Params, weights: Tensor) -> Params:
         """The weighted mean."""
         shares = weights / weights.sum().clamp(min=1e-300)  # nobody counts: no change
         mean = {}
         for name, tensor in messages.items():
-            values = _as_real(tensor)
+            values = as_real(tensor)
             mean[name] = torch.tensordot(shares.to(values.dtype), values, dims=1)
         return mean
 
 
-@dataclass(frozen=True)
-class Median:
-    """The median of each coordinate (Yin et al. 2018); of an even number, the mean of the middle.
-
-    >>> Median().reduce({"w": torch.tensor([[1.0], [9.0], [2.0]])}, torch.ones(3))
-    {'w': tensor([2.])}
-    """
-
-    is_mean: ClassVar[bool] = False
-
-    def weights(self, num_examples: Tensor) -> Tensor:
-        """Ones (clients,)."""
-        return _ones(num_examples)
-
-    def reduce(self, messages: Params, weights: Tensor) -> Params:
-        """The middle of every coordinate's values."""
-        medians = {}
-        for name, tensor in messages.items():
-            ordered = _as_real(tensor).sort(dim=0).values
-            count = len(ordered)
-            medians[name] = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-        return medians
-
-
-def _ones(num_examples: Tensor) -> Tensor:
-    return torch.ones_like(num_examples, dtype=torch.float64)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """Whole numbers (counters) in float64; others as they are."""
     return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+
+
+def require_enough_clients(aggregation: Aggregation, count: int) -> None:
+    """Refuse an aggregation that cannot make one message of so many: found by trial on zeros."""
+    weights = aggregation.weights(torch.ones(count, dtype=torch.int64))
+    aggregation.reduce({"trial": torch.zeros(count, 1)}, weights)

@@ -5,14 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from glocal.core.errors import InputError, suggest_name
-from glocal.wire.aggregation import Aggregation, Mean, Median
+from glocal.wire.aggregation import Aggregation, Mean
 from glocal.wire.codec import Clip, Codec, Half, Noise, chain
 from glocal.wire.quantize import Int4, Int8
+from glocal.wire.robust import (
+    CentredClipping,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from glocal.wire.sparse import TopK
 
 ValueT = TypeVar("ValueT")
 
-AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {"mean": Mean, "median": Median}
+AGGREGATIONS: dict[str, Callable[..., Aggregation]] = {
+    "centred_clipping": CentredClipping,
+    "geometric_median": GeometricMedian,
+    "krum": Krum,
+    "mean": Mean,
+    "median": Median,
+    "multi_krum": MultiKrum,
+    "trimmed_mean": TrimmedMean,
+}
 CODECS: dict[str, Callable[..., Codec]] = {
     "bf16": lambda: Half("bf16"),
     "clip": Clip,
@@ -28,7 +44,9 @@ def parse_aggregation(word: str, where: str) -> Aggregation:
     """An aggregation from its word.
 
     >>> parse_aggregation("mean(clients)", "plan.aggregation")
-    Mean(by='clients')
+    Mean(by='clients', max_weight=None)
+    >>> parse_aggregation("trimmed_mean(0.1)", "plan.aggregation")
+    TrimmedMean(trim=0.1)
     """
     return _parse(word, AGGREGATIONS, where)
 
