@@ -277,3 +277,11 @@ def test_fused_steps_train_as_plain_pytorch_or_decline(name, monkeypatch):
     weights = trained(case, engine, dtype=torch.float32)
     assert world.distance(weights, plain_loop(name)) < CLOSE
     assert any(taken) == case.is_fused
+
+
+@pytest.mark.parametrize("engine", ["looped", "vmapped"])
+def test_a_batch_in_which_no_target_counts_changes_nothing(engine):
+    """Torch's mean is NaN there, and so would be the weights."""
+    model = world.seeded(world.plain).double()
+    nothing = KnownLoss(nn.CrossEntropyLoss(), targets=lambda x, y: torch.full_like(y, -100))
+    assert world.distance(trained(nothing, engine), model.state_dict()) == 0

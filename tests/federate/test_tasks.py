@@ -116,6 +116,13 @@ def test_every_metric_is_tested_on_new_data_too(fitted):
     assert {row.split for row in fitted.result.metrics} == {"validation", "test", "new"}
 
 
+def test_evaluated_on_the_same_data_the_figures_are_the_same(fitted):
+    again = fitted.result.evaluate(fitted.data)
+    for split in ("validation", "test", "new"):
+        before = [row.value for row in fitted.result.metrics.where(split=split)]
+        assert [row.value for row in again.where(split=split)] == pytest.approx(before, nan_ok=True)
+
+
 # ---- saves, loads, resumes
 
 
@@ -338,3 +345,40 @@ def test_a_dict_of_inputs_keeps_its_names():
     x, _, _ = data.train.of(0)
     assert [*x] == ["left", "right"]
     assert map_tensors(len, x) == {"left": len(x["left"]), "right": len(x["left"])}
+
+
+def two_targets(outputs, targets):
+    """A value per example, of targets by name."""
+    error = (outputs[:, 0] - targets["sum"]).square()
+    return error + functional.cross_entropy(outputs[:, 1:], targets["sign"], reduction="none")
+
+
+class TwoOutputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = torch.nn.Linear(2, 4)
+        self.right = torch.nn.Linear(2, 3)
+        self.head = torch.nn.Linear(7, 3)
+
+    def forward(self, x):
+        first, second = x
+        return self.head(torch.tanh(torch.cat([self.left(first), self.right(second)], 1)))
+
+
+def test_inputs_in_a_tuple_and_targets_by_name_fit_and_join():
+    clients = []
+    for x in tasks.inputs((4,)):
+        targets = {"sum": x.sum(1), "sign": (x[:, 0] > 0).long()}
+        clients.append(((x[:, :2], x[:, 2:]), targets))
+    data, results = tasks.named(clients), []
+    for engine in ("looped", "vmapped"):
+        task = glocal.Task(world.seeded(TwoOutputs).double(), two_targets)
+        algorithm = glocal.LGFedAvg(task, local="left", optimizer=glocal.SGD(lr=0.1))
+        results.append(glocal.fit(algorithm, data, rounds=3, engine=engine, **PLAN))
+    states = [each.group().state.alone() for each in results]
+    assert world.gap(*states, len(tasks.SIZES)) < 1e-10
+    assert results[0].local_test == pytest.approx(results[1].local_test)
+    federation = glocal.TrainedFederation.from_result(results[0])
+    some = data.train.examples.take(data.train.rows[0][:3])
+    joined = glocal.join(federation, some, join_plan=FEW, engine="looped")
+    assert onboarding.new_client_figure(federation, joined, some) is not None
