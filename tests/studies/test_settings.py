@@ -93,7 +93,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         ),
         (
             ["experiments.a.algorithm=lg_fedavg", "split.local=layer1", "experiments.a.local_lr=0"],
-            "lr is 0.0; it must be a number above 0",
+            "lr is 0.0; a number above 0 was expected",
         ),
         (
             ["experiments.a.algorithm=fedprox", "experiments.a.nu=1"],
@@ -122,7 +122,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["model.name=os:getcwd"], "returned str; an nn.Module was expected"),
         (["data.source=os:getcwd"], "returned str; a Dataset"),
         (["optimizer.name=sdg"], "did you mean 'sgd'"),
-        (["optimizer.lr=-1"], "lr is -1.0; it must be a number above 0"),
+        (["optimizer.lr=-1"], "lr is -1.0; a number above 0 was expected"),
         (["optimizer.momentum=1"], "momentum is 1.0"),
         (["plan.clients_per_round=0"], "clients_per_round is 0; a whole number from 1 to"),
         (["plan.clients_per_round=99"], "clients_per_round is 99, but there are 20"),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 import torch
 from torch import Tensor
 
+from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError, describe_value
 from glocal.core.spec import Spec, spec_of
 from glocal.core.task import Task
@@ -246,17 +247,25 @@ def add_change(shared: Params, moved: Message) -> Params:
     return after
 
 
+def require_algorithm(name: str, algorithm: object) -> None:
+    """Refuse what is no algorithm, such as the class of one."""
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        kind = algorithm.__name__
+        raise InputError(f"{name} is the class {kind}; give {kind}(task, optimizer=...)")
+    expected = "one of glocal's, such as glocal.FedAvg(task, optimizer=...),"
+    require_instance(name, algorithm, Algorithm, expected)
+
+
 def require_numbers(algorithm: Algorithm, *names: str, maximum: float = float("inf")) -> None:
     """Refuse settings that are not finite numbers from 0 to a maximum."""
     for name in names:
-        value = getattr(algorithm, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= maximum or value == float("inf"):
-            upper = "" if maximum == float("inf") else f" and at most {maximum:g}"
-            raise InputError(
-                f"{algorithm.name}: {name} is {describe_value(value)}; "
-                f"a number of at least 0{upper} was expected"
-            )
+        upper = "" if maximum == float("inf") else f" and at most {maximum:g}"
+        require_number(
+            f"{algorithm.name}: {name}",
+            getattr(algorithm, name),
+            lambda value: 0 <= value <= maximum,
+            f"of at least 0{upper}",
+        )
 
 
 def _added(tensor: Tensor, moved: Tensor) -> Tensor:

@@ -119,9 +119,10 @@ class ClientData:
             )
         return np.asarray((x > 0).sum(1).cpu().numpy())
 
-    def of(self, client: int) -> Examples:
-        """The examples of one client."""
-        return self.examples.take(self.rows[client])
+    def of(self, client: int | str) -> Examples:
+        """The examples of one client, by its number or name."""
+        number = find_client(client, self.names, self.num_clients)
+        return self.examples.take(self.rows[number])
 
     def all_rows(self) -> Rows:
         """The rows of all clients together."""
@@ -146,7 +147,7 @@ def find_client(client: int | str, names: Sequence[str], num_clients: int) -> in
         return names.index(client)
     if isinstance(client, bool) or not isinstance(client, int | np.integer):
         raise InputError(
-            f"client: {client!r} is a {type(client).__name__}; give a client's number or name"
+            f"client: {describe_value(client)} was given; a client's number or name was expected"
         )
     if not 0 <= client < num_clients:
         raise InputError(f"client: there is no client {client}; clients are 0..{num_clients - 1}")
@@ -277,8 +278,13 @@ def _as_int64(tensor: Tensor) -> Tensor:
 
 
 def _require_equal_lengths(columns: list[Tensor], label: str) -> None:
-    """Refuse arrays of different lengths."""
-    lengths = [len(column) if column.dim() else 0 for column in columns]
+    """Refuse arrays of different lengths, and single numbers."""
+    if not all(column.dim() for column in columns):
+        raise InputError(
+            f"data: {label} has a single number where one row per example was expected; "
+            "give arrays (rows, ...)"
+        )
+    lengths = [len(column) for column in columns]
     if len(set(lengths)) != 1:
         raise InputError(
             f"data: {label} has arrays of lengths {', '.join(map(str, lengths))}; "

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from textwrap import shorten
 
 _MAX_NAMES = 20  # known names that a hint lists
+_PRINTABLE = 10**20  # larger numbers are not printed in full
 
 
 class InputError(ValueError):
@@ -40,7 +41,13 @@ def describe_value(value: object) -> str:
 
     >>> describe_value(3.5), describe_value([1, 2]), describe_value(None)
     ('3.5', 'a list of length 2', 'None')
+    >>> describe_value(dict), describe_value(10**30)
+    ('the class dict', 'a number of more than 20 digits')
     """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, int) and abs(value) >= _PRINTABLE:
+        return "a number of more than 20 digits"
     if value is None or isinstance(value, bool | int | float | str):
         return shorten(repr(value), 60, placeholder=" ...")
     shape = getattr(value, "shape", None)

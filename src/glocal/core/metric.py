@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glocal.core.checks import require_flag, require_instance
 from glocal.core.errors import InputError, describe_value
 from glocal.core.training import Batch
 
@@ -50,6 +51,13 @@ class Metric:
                 f"metric: {self.name} has {given} of per_example and of_client; exactly one was "
                 "expected; give per_example for means over examples, of_client for all else"
             )
+
+        for part in ("per_example", "of_client", "finish"):
+            require_instance(
+                f"metric: {part} of {self.name}", getattr(self, part), Callable | None, "a function"
+            )
+        for part in ("higher_is_better", "is_fraction"):
+            require_flag(f"metric: {part} of {self.name}", getattr(self, part))
 
     def sums(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sums and the weights of a batch's examples, each (rows,)."""

@@ -25,6 +25,7 @@ from glocal.core.model_tensors import (
     canonical_names,
     client_tensors,
     frozen_tensors,
+    require_model,
     unique_tensors,
 )
 from glocal.core.pure_layers import KeyedDropout, KeyedGaussianNoise, MaskedBatchNorm
@@ -46,6 +47,7 @@ _Mode = Callable[[nn.Module], nn.Module]
 
 def params_of(model: nn.Module) -> Params:
     """A copy of every parameter and buffer that is not frozen, by name."""
+    require_model("model: it", model)
     _refuse_unusable(model)
     if not unique_tensors(model):
         raise InputError("model: it has no parameters; there is nothing to train")

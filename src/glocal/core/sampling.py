@@ -19,8 +19,10 @@ from glocal.core.bounds import (
     MAX_ROUNDS,
     MAX_SEED,
     count_field,
+    require_count,
     require_counts,
 )
+from glocal.core.checks import require_instance
 from glocal.core.errors import InputError
 
 IntArray = npt.NDArray[np.int64]
@@ -81,12 +83,12 @@ class Availability(NamedTuple):
 
 
 def _require_client_numbers(name: str, clients: Sequence[int]) -> None:
+    several = list | tuple | range | set | frozenset | np.ndarray
+    require_instance(f"availability: {name}", clients, several, "a list of clients' numbers")
+    for client in clients:
+        require_count(f"availability: a client in {name}", client, 0, MAX_CLIENTS)
     if len({*clients}) != len(clients):
         raise InputError(f"availability: {name} names a client twice; name each once")
-    if any(client < 0 for client in clients):
-        raise InputError(
-            f"availability: {name} names client {min(clients)}; clients are numbered from 0"
-        )
 
 
 def _sorted_array(clients: set[int] | Sequence[int]) -> IntArray:
@@ -99,6 +101,9 @@ def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
     >>> bool(make_rng(0, "order", 3).integers(100) == make_rng(0, "order", 3).integers(100))
     True
     """
+    require_instance("make_rng: purpose", purpose, str, "a text")
+    for number in (seed, *address):
+        require_count("make_rng: a number of the seed or address", number, 0, 2**64)
     entropy = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address])
     return np.random.Generator(np.random.PCG64(entropy))
 

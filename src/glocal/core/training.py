@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from glocal.core import random, trees
+from glocal.core.checks import require_instance
 from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.losses import PerExampleLoss, PerExampleValues
 from glocal.core.modules import Adapt, Forward, trainable_names
 from glocal.core.optimizers import Optimizer
+from glocal.core.torch_optimizers import as_optimizer
 from glocal.core.trees import Params
 from glocal.core.values import Values, require_tensor, take_rows
 
@@ -293,6 +295,13 @@ def local_train(objective: Objective, params: Params, work: Work, optimizer: Opt
     on moving the params of a client that has no more data, while clients with more data train in
     the same batch.
     """
+    require_instance("local_train: the objective", objective, Objective, "a glocal.Objective")
+    require_instance("local_train: the params", params, dict, "a dict of tensors")
+    if not objective.trainable <= params.keys():
+        missing = sorted(objective.trainable - params.keys())[0]
+        raise InputError(f"local_train: the params lack '{missing}'; the objective trains it")
+    require_instance("local_train: the work", work, Work, "a glocal.Work")
+    optimizer = as_optimizer(optimizer)
     if work.trainer:
         trained = work.trainer(objective, params, work, optimizer)
         if trained is not None:

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from glocal.core.bounds import MAX_CLIENTS, require_count
+from glocal.core.checks import require_number
 from glocal.core.data import ClientData, Rows
-from glocal.core.errors import InputError
+from glocal.core.errors import InputError, describe_value
 from glocal.core.sampling import IntArray
 
 ClientRows = tuple[list[Rows], list[Rows]]
@@ -62,11 +64,12 @@ def random_shards(clients: int, classes_per_client: int) -> Partitioner:
 def dirichlet(clients: int, alpha: float) -> Partitioner:
     """Each class in proportions from Dir(alpha), equal in training and test (Hsu et al. 2019)."""
     _require_positive("clients", clients)
-    if not 0 < alpha <= _LARGEST_ALPHA:
-        raise InputError(
-            f"partition: alpha is {alpha}; it must be above 0 and at most {_LARGEST_ALPHA:g} "
-            "(iid gives equal shares)"
-        )
+    require_number(
+        "partition: alpha",
+        alpha,
+        lambda value: 0 < value <= _LARGEST_ALPHA,
+        f"above 0 and at most {_LARGEST_ALPHA:g} (iid gives equal shares)",
+    )
     return partial(_partition_dirichlet, clients, alpha)
 
 
@@ -309,8 +312,7 @@ def _rows_by_client(owners: IntArray, clients: int) -> list[Rows]:
 
 
 def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise InputError(f"partition: {name} is {value}; it must be at least 1")
+    require_count(f"partition: {name}", value, 1, MAX_CLIENTS)
 
 
 def _require_enough_slots(clients: int, classes_per_client: int, classes: int) -> None:
@@ -336,7 +338,8 @@ def _require_trained(ids: npt.NDArray[np.generic]) -> None:
     """Refuse ids of test examples that no training example has."""
     if len(ids):
         raise InputError(
-            f"partition: test id {ids[0]} has no training example ({len(ids)} such ids); "
+            f"partition: test id {describe_value(ids.tolist()[0])} has no training example "
+            f"({len(ids)} such ids); "
             "drop those test rows"
         )
 

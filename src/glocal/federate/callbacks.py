@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from glocal.core.bounds import MAX_ROUNDS, count_field, require_counts
+from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError, describe_error, describe_value
 from glocal.federate.records import RoundRecord
 
@@ -46,6 +47,7 @@ class Callback(Protocol):
 
 def require_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse an object without any of the methods."""
+    require_instance("callbacks: the argument", callbacks, list | tuple, "a list of callbacks")
     for callback in callbacks:
         has_method = any(callable(getattr(callback, name, None)) for name in METHODS)
         if not has_method or isinstance(callback, type):
@@ -93,6 +95,12 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         require_counts("early stopping: ", self)
+        require_number(
+            "early stopping: min_improvement",
+            self.min_improvement,
+            lambda least: least >= 0,
+            "of at least 0",
+        )
 
     def on_evaluation(self, run: "Run", records: Sequence[RoundRecord]) -> None:
         """Compare the last scores with the best one before them."""

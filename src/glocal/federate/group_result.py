@@ -9,10 +9,11 @@ import numpy as np
 from torch import nn
 
 from glocal.algorithms.contract import Algorithm
+from glocal.core.checks import require_path
 from glocal.core.data import find_client
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, read_tensors, write_tensors
-from glocal.core.model_tensors import base_fingerprint, client_tensors
+from glocal.core.model_tensors import base_fingerprint, client_tensors, require_model
 from glocal.core.modules import client_state_dict, state_dict
 from glocal.core.sampling import Plan
 from glocal.core.store import GroupState
@@ -208,7 +209,8 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
 
     `model` has the same layers, and the frozen tensors if there are any; it stays as it is.
     """
-    tensors, header = read_tensors(Path(path))
+    require_model("model: the model", model)
+    tensors, header = read_tensors(require_path("model: the path", path))
     saved, given = header.get(_BASE, ""), base_fingerprint(model)
     if saved != given:
         raise InputError(

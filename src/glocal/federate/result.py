@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_path
 from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.files import (
     FORMAT,
@@ -25,7 +26,7 @@ from glocal.core.sampling import Plan
 from glocal.core.spec import describe_spec, first_difference, spec_of
 from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import Params
-from glocal.datasets.federated import FederatedData
+from glocal.datasets.federated import FederatedData, require_data
 from glocal.evaluate import Evaluator, Figures, NewTest, local_figures, new_test
 from glocal.federate.group_result import GroupResult
 from glocal.federate.metrics_table import MetricRow, MetricsTable, describe_value_of
@@ -137,6 +138,8 @@ class Result:
     def group(self, seed: int | None = None, group: str | None = None) -> GroupResult:
         """The result of a seed and a group; by default of the first ones."""
         seed = self.seeds[0] if seed is None else seed
+        require_instance("result: seed", seed, int | None, "one of its seeds")
+        require_instance("result: group", group, str | None, "the name of a group")
         group = self._first_name if group is None else group
         for each in self.groups:
             if (each.seed, each.group) == (seed, group):
@@ -161,6 +164,7 @@ class Result:
 
     def evaluate(self, data: FederatedData, *, group: str | None = None) -> MetricsTable:
         """The metrics of the same clients' models on other data."""
+        require_data("result: data", data)
         first = self.group(group=group)
         prepared = prepare_data(data, first.task)
         if prepared.num_clients != first.num_clients:
@@ -187,7 +191,7 @@ class Result:
 
     def save(self, folder: str | Path) -> Path:
         """Write all models and metrics into a folder, for `glocal.load`; returns the folder."""
-        home, entries = Path(folder), list[Json]()
+        home, entries = require_path("result: folder", folder), list[Json]()
         for place, each in enumerate(self.groups):
             private = each.state.private
             plain = {client: split_private(tree)[0] for client, tree in private.stored.items()}
@@ -215,11 +219,11 @@ class Result:
 
 def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> Result:
     """A result that was saved; with several groups, `algorithm` is a table of them by name."""
-    home = Path(folder)
+    home = require_path("load: folder", folder)
     saved = require_format(read_json(home / _FILE, dict), home / _FILE)
     results: list[GroupResult] = []
     for place, entry in enumerate(saved["groups"]):
-        own = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
+        own = _of_group(algorithm, entry["group"])
         if place == 0:
             _require_same(saved["algorithm"], own, home)
         tensors, _ = read_tensors(home / f"models-{place}.safetensors")
@@ -229,6 +233,20 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     for each in results:
         metrics |= {metric.name: metric for metric in each.task.all_metrics}
     return Result(tuple(results), MetricsTable(rows, tuple(metrics.values())))
+
+
+def _of_group(algorithm: Algorithm | Mapping[str, Algorithm], group: str) -> Algorithm:
+    """The algorithm of a group."""
+    if not isinstance(algorithm, Mapping):
+        require_algorithm("load: algorithm", algorithm)
+        return algorithm
+    if group not in algorithm:
+        raise InputError(
+            f"load: the algorithms are of {describe_value(list(algorithm))}, and the result has "
+            f"the group '{group}'; give the algorithm of each group by its name"
+        )
+    require_algorithm(f"load: the algorithm of '{group}'", algorithm[group])
+    return algorithm[group]
 
 
 def metric_rows(result: GroupResult, split: str, figures: Mapping[str, Figures]) -> list[MetricRow]:

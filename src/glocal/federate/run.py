@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_path
 from glocal.core.errors import InputError
 from glocal.core.files import Json, lock_folder, read_rows, write_json
 from glocal.core.metric import Metric
@@ -61,8 +62,10 @@ class Run:
         callbacks: Sequence[Any] = (),
     ) -> None:
         require_callbacks(callbacks)
+        require_instance("run: experiment", experiment, Experiment, "a glocal.Experiment")
+        require_instance("run: options", options, Options | None, "a glocal.Options")
         self.options = options or Options()
-        self.folder = Path(folder) if folder else None
+        self.folder = None if folder is None else require_path("run: folder", folder)
         self.callbacks = list(callbacks)
         self.experiment = prepare_experiment(experiment)
         self.stop_reason = ""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from glocal.algorithms.contract import Message, Update
 from glocal.algorithms.fedavg import FedAvg
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_items
 from glocal.core.optimizers import Optimizer
 from glocal.core.sampling import Plan
 from glocal.core.training import Work
@@ -34,6 +35,8 @@ def warm_start_groups(
     It trains whole models. The first group trains the shared part. The others train their local
     parts under it, so that one shared part fits all groups.
     """
+    require_items("warm start: groups", groups, Group, "a list of glocal.Group")
+    require_instance("warm start: plan", plan, Plan, "a glocal.Plan")
     Experiment(tuple(groups), plan, seeds=(plan.seed,))  # refuses what cannot train together
     warm: list[Group] = []
     for group in groups:

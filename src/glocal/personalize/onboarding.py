@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from glocal.algorithms.adapt_only import AdaptOnly
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
-from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
-from glocal.core.data import ClientData, Examples, Rows
+from glocal.core.bounds import (
+    MAX_CLIENTS,
+    MAX_EPOCHS,
+    MAX_ROUNDS,
+    count_field,
+    require_count,
+    require_counts,
+)
+from glocal.core.checks import require_choice, require_instance
+from glocal.core.data import ClientData, Examples, Rows, read_examples
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.modules import state_dict
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
@@ -40,7 +48,7 @@ from glocal.federate.rounds import (
     start_state,
     start_wires,
 )
-from glocal.wire import Codec, Identity, Ledger, split_private
+from glocal.wire import Codec, Identity, Ledger, require_codec, split_private
 
 _BATCH_SIZE = 256
 _MIN_STEPS = 100  # a client with few labels trains for more epochs, until it has taken these
@@ -63,6 +71,7 @@ class TrainedFederation(NamedTuple):
     @classmethod
     def from_result(cls, result: Result | GroupResult) -> "TrainedFederation":
         """The federation behind a result of `fit`; of several seeds, the first one's."""
+        require_instance("join: result", result, Result | GroupResult, "the result of a fit")
         one = result.group() if isinstance(result, Result) else result
         return cls(one.algorithm, one.plan, one.state, one.num_clients, one.uplink)
 
@@ -92,8 +101,7 @@ class JoinPlan:
 
     def __post_init__(self) -> None:
         require_counts("join: ", self)
-        if self.start not in ("initial", "average"):
-            raise InputError(f"join: start is '{self.start}'; it must be 'initial' or 'average'")
+        require_choice("join: start", self.start, ("initial", "average"))
 
 
 class JoinResult(NamedTuple):
@@ -125,7 +133,13 @@ def join(
 
     `existing_data` are the training data of the existing clients, if any train in its rounds.
     """
-    join_plan = join_plan or JoinPlan()
+    join_plan = JoinPlan() if join_plan is None else join_plan
+    _require_federation(trained_federation)
+    require_instance("join: join_plan", join_plan, JoinPlan, "a glocal.JoinPlan")
+    require_instance("join: existing_data", existing_data, ClientData | None, "a glocal.ClientData")
+    require_instance("join: engine", engine, str | EngineConfig, "a name or a glocal.EngineConfig")
+    require_instance("join: train", train, Examples, "a glocal.Examples")
+    train = read_examples(tuple(train) if train.has_targets else train.x, "the new client")
     if not train.num_rows:
         raise InputError(
             "join: the client has no labelled example, so it cannot train; use the ensemble instead"
@@ -146,6 +160,17 @@ def join(
     plan, state = trained_federation.plan, trained_federation.state
     joining = Joining(plan, client_data, state, trained_federation.uplink)
     return join_many(trained_federation.algorithm, [joining], join_plan, engine=engine)[0]
+
+
+def _require_federation(federation: TrainedFederation) -> None:
+    """Refuse what `TrainedFederation.from_result` does not give."""
+    expected = "TrainedFederation.from_result(result)"
+    require_instance("join: trained_federation", federation, TrainedFederation, expected)
+    require_algorithm("join: the federation's algorithm", federation.algorithm)
+    require_instance("join: the federation's plan", federation.plan, Plan, "a glocal.Plan")
+    require_instance("join: the federation's state", federation.state, GroupState, expected)
+    require_count("join: the federation's clients", federation.clients, 1, MAX_CLIENTS)
+    require_codec(federation.uplink)
 
 
 def _require_inputs_and_labels(trained_federation: TrainedFederation, train: Examples) -> None:

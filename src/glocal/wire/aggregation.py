@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from glocal.core.errors import InputError, describe_value, suggest_name
+from glocal.core.checks import require_choice
 from glocal.core.trees import Params
 
 WEIGHTINGS = ("examples", "clients")
@@ -44,11 +44,7 @@ class Mean:
     is_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.by not in WEIGHTINGS:
-            raise InputError(
-                f"aggregation: by is {describe_value(self.by)}; "
-                f"{suggest_name(str(self.by), WEIGHTINGS)}"
-            )
+        require_choice("aggregation: by", self.by, WEIGHTINGS)
 
     def weights(self, num_examples: Tensor) -> Tensor:
         """The examples of every client, or ones (clients,)."""

@@ -9,8 +9,15 @@ import numpy as np
 from torch import nn
 
 from glocal.algorithms import FedAvg, LocalOnly
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
+from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, require_count
+from glocal.core.checks import (
+    require_choice,
+    require_instance,
+    require_items,
+    require_number,
+)
 from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
@@ -84,6 +91,13 @@ class AdvisorConfig:
     budget: Budget = Budget()
 
     def __post_init__(self) -> None:
+        for name in ("num_clients", "max_candidates"):
+            require_count(f"advise: {name}", getattr(self, name), 0, MAX_CLIENTS)
+        require_items("advise: stages", self.stages, int, "a tuple of numbers of rounds")
+        for rounds in self.stages:
+            require_count("advise: the rounds of a stage", rounds, 0, MAX_ROUNDS)
+        require_choice("advise: prefer", self.prefer, PREFERENCES)
+        require_instance("advise: budget", self.budget, Budget, "a glocal.Budget")
         has_rounds = bool(self.stages) and min(self.stages) >= 1
         has_clients = self.num_clients >= _MIN_CLIENTS
         if not has_rounds or not has_clients or self.max_candidates < _HALVES:
@@ -92,15 +106,15 @@ class AdvisorConfig:
                 f"{self.max_candidates} splits were asked for; at least {_MIN_CLIENTS} clients, "
                 f"one stage of one round and {_HALVES} splits are needed"
             )
-        if self.prefer not in PREFERENCES:
-            raise InputError(
-                f"advise: prefer is '{self.prefer}'; it must be {' or '.join(PREFERENCES)}"
-            )
-        if not 0 < self.holdout_fraction < 1 or not self.tolerance >= 0:
-            raise InputError(
-                f"advise: holdout_fraction is {self.holdout_fraction} and tolerance "
-                f"{self.tolerance}; a fraction and a difference were expected"
-            )
+        require_number(
+            "advise: holdout_fraction",
+            self.holdout_fraction,
+            lambda share: 0 < share < 1,
+            "above 0 and below 1",
+        )
+        require_number(
+            "advise: tolerance", self.tolerance, lambda share: share >= 0, "of at least 0"
+        )
 
 
 class CandidateResult(NamedTuple):
@@ -231,7 +245,13 @@ def advise(
     Only models, shared parts of models, and metrics leave a client: no examples, labels or class
     counts do.
     """
-    config, options = config or AdvisorConfig(), options or Options()
+    config = AdvisorConfig() if config is None else config
+    options = Options() if options is None else options
+    require_algorithm("advise: algorithm", algorithm)
+    require_instance("advise: plan", plan, Plan, "a glocal.Plan")
+    require_instance("advise: config", config, AdvisorConfig, "a glocal.AdvisorConfig")
+    require_instance("advise: options", options, Options, "a glocal.Options")
+    require_instance("advise: log", log, Callable, "a function of a text")
     if type(algorithm) is not FedAvg or algorithm.split.local:
         raise InputError(
             f"advise: {algorithm!r} was given; begin with FedAvg, which shares everything"
