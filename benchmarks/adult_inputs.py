@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from glocal.core.data import Examples
-from glocal.datasets import SOURCES, load
+from glocal.datasets import SOURCES, load_dataset
 from glocal.evaluate.leakage import AttackData, best_auc, train_attackers
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    train, test, *_ = load("adult")
+    train, test, *_ = load_dataset("adult")
     names = [*SOURCES["adult"].attributes]
     auc: dict[str, dict[str, float]] = {"inputs": {}, "label": {}}
     for source, by_attribute in auc.items():

@@ -14,17 +14,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from glocal.federate.fitting import Case, fit_case, warm_start_params
-
 from benchmarks.machine import command, describe
-from glocal.algorithms import lg_fedavg
+from glocal.algorithms import LGFedAvg
 from glocal.core.sampling import Plan
 from glocal.datasets.fetch import no_progress
-from glocal.federate.result import Result
+from glocal.federate.experiment import Experiment, Group
+from glocal.federate.fit import warm_start_params
+from glocal.federate.group_result import GroupResult
+from glocal.federate.run import Run
 from glocal.personalize.advisor import Advice, AdvisorConfig, advise
 from glocal.personalize.advisor.candidates import make_candidates
 from glocal.personalize.advisor.search import choose_candidate
-from glocal.studies.build import Components, build_algorithm, build_components, build_optimizer
+from glocal.studies.build import Components, build_algorithm, build_components
 from glocal.studies.registry import find_study
 from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
@@ -32,34 +33,40 @@ from glocal.wire import Ledger
 
 def run_sweep(
     settings: Settings, parts: Components, rounds: tuple[int, int]
-) -> tuple[dict[str, list[Result]], dict[str, float]]:
+) -> tuple[dict[str, list[GroupResult]], dict[str, float]]:
     """Every split after FedAvg, and the seconds of each experiment."""
     fedavg, splits = rounds
     first = build_algorithm(settings, ExperimentSettings("fedavg"), parts)
-    plan = Plan(
-        fedavg,
-        settings.plan.clients_per_round,
-        settings.plan.local_epochs,
-        settings.plan.batch_size,
-    )
-    none = tuple(Ledger() for _ in parts.seeds)
-    start = Case(first, parts.model, plan, parts.seeds, parts.params, parts.federations, none)
+    sizes = settings.plan
+    plan = Plan(fedavg, sizes.clients_per_round, sizes.local_epochs, sizes.batch_size)
+    group = Group(first, parts.federations, params=parts.params)
+    evaluation = settings.run.evaluation()
+    start = Experiment((group,), plan, seeds=parts.seeds, evaluation=evaluation)
     results, seconds = {}, {}
-    started = time.perf_counter()
-    results["FedAvg"] = fit_case(start, settings.run)
-    seconds["FedAvg"] = time.perf_counter() - started
+    results["FedAvg"], seconds["FedAvg"] = run_timed(start, settings)
     warm = tuple(warm_start_params(result.algorithm, result.state) for result in results["FedAvg"])
-    after = replace(start, params=warm, plan=replace(plan, rounds=splits, first_round=fedavg))
+    plan = replace(plan, rounds=splits, first_round=fedavg)
     for candidate in make_candidates(parts.model):
-        started = time.perf_counter()
-        algorithm = lg_fedavg(
-            parts.objective, build_optimizer(settings.optimizer), split=candidate.split
+        split = candidate.split
+        algorithm = LGFedAvg(
+            first.task,
+            local=sorted(split.local),
+            shared=sorted(split.shared),
+            optimizer=first.optimizer,
         )
-        results[candidate.name] = fit_case(replace(after, algorithm=algorithm), settings.run)
-        seconds[candidate.name] = time.perf_counter() - started
+        group = Group(algorithm, parts.federations, params=warm)
+        after = replace(start, groups=(group,), plan=plan)
+        results[candidate.name], seconds[candidate.name] = run_timed(after, settings)
         local = [_percent(result.local_test) for result in results[candidate.name]]
         print(f"  {candidate.name}: {local}", flush=True)
     return results, seconds
+
+
+def run_timed(experiment: Experiment, settings: Settings) -> tuple[list[GroupResult], float]:
+    """The result of each seed, and the seconds of all."""
+    started = time.perf_counter()
+    result = Run(experiment, options=settings.run.options()).to_end()
+    return list(result.groups), time.perf_counter() - started
 
 
 def _percent(accuracy: float | None) -> float:
@@ -75,16 +82,15 @@ def run_advisor(settings: Settings, seed: int, rounds: int) -> Advice:
     plan = Plan(rounds, sizes.clients_per_round, sizes.local_epochs, sizes.batch_size, seed)
     return advise(
         algorithm,
-        parts.model,
         parts.federations[0],
         plan,
         config=AdvisorConfig(),
-        options=one_seed.run,
+        options=one_seed.run.options(),
     )
 
 
 def compare(
-    sweep: dict[str, list[Result]], seconds: dict[str, float], place: int, advice: Advice
+    sweep: dict[str, list[GroupResult]], seconds: dict[str, float], place: int, advice: Advice
 ) -> dict[str, object]:
     """One seed: the advisor's choice beside the sweep, and its cost as a share of the sweep's."""
     results = {name: by_seed[place] for name, by_seed in sweep.items()}

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.simulation import Simulation
 from glocal.datasets.fetch import no_progress
-from glocal.engines import Executor
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.build import build_algorithm, build_components
 from glocal.studies.registry import find_study
 from glocal.studies.run import plans_of
@@ -46,20 +45,18 @@ def main() -> None:
         rounds=options.rounds,
         clients_per_round=chosen.num_clients,
     )
-    executor = Executor(
-        algorithm.client_update, engine=settings.run.engine_config(), num_calls=options.rounds
+    engine = settings.run.options().engine_config()
+    simulation = Simulation.of(
+        algorithm, parts.params[0], train=chosen, plans=[plan], engine=engine
     )
     losses_by_round = {}
-    for moment in simulate_seeds(
-        algorithm, [Seat(plan, chosen, initial_state(algorithm, parts.params[0], 1))], executor
-    ):
-        report = moment[0][1]
+    for [(_, report)] in simulation.rounds():
         losses = report.losses.tolist()
         if (report.round_index + 1) % 20 == 0:
             row = {"a last batch of one": losses[:10], "a full last batch": losses[10:]}
             losses_by_round[report.round_index + 1] = row
             print(report.round_index + 1, *(f"{k}: {np.median(v):.2f}" for k, v in row.items()))
-    executor.close()
+    simulation.executor.close()
     if options.out:
         command = (
             f"python -m benchmarks.batch_of_one --rounds {options.rounds} "

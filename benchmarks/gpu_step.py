@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from glocal.core import optimizers, training
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
+from glocal.core.optimizers import SGD
+from glocal.core.task import classification
+from glocal.core.training import Work, local_train
 from glocal.core.trees import Params
 from glocal.engines.fused.gpu import local_train_batched
 from glocal.engines.fused.layer_chain import LayerChain, LinearSpec, parse_chain
@@ -138,18 +140,17 @@ def prepared(work: Workload, device: str) -> Round:
 
 def train_eagerly(it: Round, dtype: torch.dtype, clients: int) -> tuple[Params, Tensor]:
     """Eager `local_train` under vmap, for the first clients."""
-    model = it.work.model.to(it.x.device, dtype)
-    objective, sgd = training.cross_entropy(model), optimizers.SGD(LR, momentum=MOMENTUM)
+    objective = classification(it.work.model.to(it.x.device, dtype)).objective
+    sgd, examples = SGD(LR, momentum=MOMENTUM), Examples(it.x.to(dtype), it.y)
     zero = torch.zeros((), dtype=torch.int64, device=it.x.device)
-    x = it.x.to(dtype)
 
     def one(params: Params, order: Tensor) -> tuple[Params, Tensor]:
-        work = training.Work(Examples(x, it.y), order, zero, zero, full_steps=order.shape[0])
-        return training.local_train(objective, params, work, sgd)
+        work = Work.of(examples, order[None], zero, zero, full_steps=order.shape[0])
+        trained = local_train(objective, params, work, sgd)
+        return trained.params, trained.loss.mean
 
-    return torch.vmap(one)(
-        {name: tensor[:clients].to(dtype) for name, tensor in it.params.items()}, it.order[:clients]
-    )
+    own = {name: tensor[:clients].to(dtype) for name, tensor in it.params.items()}
+    return torch.vmap(one)(own, it.order[:clients])
 
 
 def gap(one: tuple[Params, Tensor], other: tuple[Params, Tensor], clients: int) -> float:

@@ -13,66 +13,58 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from glocal.federate.fitting import Case, move_to_device, warm_start_params
 
-from glocal.core.modules import predictor
 from glocal.core.trees import Params
 from glocal.datasets.fetch import no_progress
-from glocal.engines import Executor
 from glocal.evaluate import Evaluator, local_tests
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.federate.experiment import Experiment, Group
+from glocal.federate.fit import warm_start_params
+from glocal.federate.options import Evaluation
+from glocal.federate.run import Run
 from glocal.studies.build import build_algorithm, build_components
 from glocal.studies.registry import find_study
 from glocal.studies.run import plans_of, resolve
 from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
-from glocal.wire import Ledger
 
 
 def measure(
     settings: Settings, name: str, starts: tuple[Params, ...] | None = None
-) -> tuple[dict[str, float], tuple[Params, ...]]:
-    """Local Test in percent, by way to select the round, and the trained models.
+) -> dict[str, float]:
+    """Local Test in percent, by way to select the round.
 
     The ways: the last round, the best common round on test data, and every client's own best round.
     """
+    run = start(settings, name, starts)
+    options = run.options
+    placed = run.experiment.to(options.torch_device())
+    tests = [data.test for data in placed.groups[0].data]
+    evaluator = Evaluator(run.experiment.algorithm, engine=options.engine_config())
+    accuracies = []
+    for _ in run:
+        states = [state.group() for state in run.progress.states]
+        accuracies.append(local_tests(evaluator, states, tests))
+    evaluator.close()
+    return _summarize(np.array(accuracies))
+
+
+def trained_models(settings: Settings, name: str) -> tuple[Params, ...]:
+    """What others start from, for each seed."""
+    run = start(settings, name)
+    for _ in run:
+        pass
+    algorithm = run.experiment.algorithm
+    return tuple(warm_start_params(algorithm, state.group()) for state in run.progress.states)
+
+
+def start(settings: Settings, name: str, starts: tuple[Params, ...] | None = None) -> Run:
+    """The run of an experiment, without validation before its end."""
     parts = build_components(settings, no_progress)
-    algorithm, plan = (
-        build_algorithm(settings, settings.experiments[name], parts),
-        plans_of(settings)[name],
-    )
-    ledgers = tuple(Ledger() for _ in parts.seeds)
-    experiment = move_to_device(
-        Case(
-            algorithm,
-            parts.model,
-            plan,
-            parts.seeds,
-            starts or parts.params,
-            parts.federations,
-            ledgers,
-        ),
-        settings.run,
-    )
-    executor = Executor(
-        algorithm.client_update, engine=settings.run.engine_config(), num_calls=plan.rounds
-    )
-    evaluation = Evaluator(algorithm, predictor(parts.model), engine=settings.run.engine_config())
-    states = [initial_state(algorithm, params, len(parts.seeds)) for params in experiment.params]
-    seats = [
-        Seat(plan, fed.train, state)
-        for plan, fed, state in zip(experiment.plans(), experiment.federations, states, strict=True)
-    ]
-    tests, accuracies = [fed.test for fed in experiment.federations], []
-    for moment in simulate_seeds(algorithm, seats, executor):
-        states = [state for state, _ in moment]
-        if algorithm.name != "fedavg":
-            accuracies.append(local_tests(evaluation, states, tests))
-    executor.close()
-    evaluation.close()
-    models = (
-        tuple(warm_start_params(algorithm, state) for state in states) if states[0].shared else ()
-    )
-    return _summarize(np.array(accuracies)) if accuracies else {}, models
+    algorithm = build_algorithm(settings, settings.experiments[name], parts)
+    plan = plans_of(settings)[name]
+    group = Group(algorithm, parts.federations, params=starts or parts.params)
+    evaluation = Evaluation(every=plan.rounds, new_test=False)
+    experiment = Experiment((group,), plan, seeds=parts.seeds, evaluation=evaluation)
+    return Run(experiment, options=settings.run.options())
 
 
 def _summarize(accuracies: np.ndarray) -> dict[str, float]:
@@ -114,8 +106,8 @@ def main() -> None:
                         "experiments": {"FedAvg": ExperimentSettings("fedavg", rounds=1000)},
                     }
                 )
-                starts = measure(first, "FedAvg")[1]
-            rows[name], _ = measure(settings, name, starts)
+                starts = trained_models(first, "FedAvg")
+            rows[name] = measure(settings, name, starts)
             published = part.published[name].scores[0].mean
             print(f"{classes} classes, {name}: {rows[name]}, published {published}", flush=True)
             rows[name] = {**rows[name], "published": published}

@@ -22,17 +22,13 @@ import torch
 
 import glocal
 from benchmarks.job import own_peak_memory
-from glocal.algorithms import lg_fedavg
+from benchmarks.simulation import Simulation
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
-from glocal.core.modules import params_of
 from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
-from glocal.core.split import Split
-from glocal.core.training import cross_entropy
 from glocal.datasets.image_table import ImageTable
-from glocal.engines import EngineConfig, Executor
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.engines import EngineConfig
 from liang2020.vqa_model import SHARED, vqa_net
 
 WORDS, LENGTH, ANSWERS, PICTURES, SIZE, CLIENTS_PER_ROUND = 64_437, 19, 1000, 500, 128, 5
@@ -99,27 +95,23 @@ def measure(options: argparse.Namespace, clients: int) -> dict[str, Any]:
     """Seconds of a round, and peak memory before and after."""
     where = torch.device(options.device)
     model = vqa_net(random_pictures(), words=WORDS, answers=ANSWERS)
-    split = Split.of(model, shared=SHARED)
-    algorithm = lg_fedavg(
-        cross_entropy(model), SGD(0.01, momentum=0.9, lr_decay=0.0005), split=split
-    )
-    params = trees.to(params_of(model), where)
+    optimizer = SGD(0.01, momentum=0.9, lr_decay=0.0005)
+    algorithm = glocal.LGFedAvg(glocal.classification(model), shared=SHARED, optimizer=optimizer)
+    params = trees.to(algorithm.task.initial_params(), where)
     train = random_questions(clients, options.examples, where)
     before = own_peak_memory()
     engine = EngineConfig(options.engine, options.chunk_size, precision=options.precision)
-    executor = Executor(algorithm.client_update, engine=engine, num_calls=1000)
     # on a GPU the second round is already running when the first one is returned
     warm = 2 if where.type == "cuda" else 0
     plan = Plan(options.rounds + warm, CLIENTS_PER_ROUND, batch_size=options.batch_size)
-    rounds = simulate_seeds(
-        algorithm, [Seat(plan, train, initial_state(algorithm, params))], executor
-    )
+    simulation = Simulation.of(algorithm, params, train=train, plans=[plan], engine=engine)
+    rounds = simulation.rounds()
     if warm:
         next(rounds)
         torch.cuda.synchronize()
     started, worked = time.perf_counter(), time.process_time()
-    for moment in rounds:
-        traffic = moment[0][1].traffic
+    for [(_, report)] in rounds:
+        [traffic] = report.traffic
     if warm:
         torch.cuda.synchronize()
     seconds, busy = (
@@ -132,8 +124,8 @@ def measure(options: argparse.Namespace, clients: int) -> dict[str, Any]:
         "examples": options.examples,
         "batch_size": options.batch_size,
         "parameters": trees.numel(params),
-        "shared": trees.numel(split.take_shared(params)),
-        "engine": executor.describe(),
+        "shared": trees.numel(algorithm.split.take_shared(params)),
+        "engine": simulation.executor.describe(),
         "precision": options.precision,
         "seconds_per_round": round(seconds, 3),
         "processor_seconds_per_round": round(busy, 3),

@@ -2,11 +2,26 @@
 
 import json
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import draw, job, machine, network, ours, plain, roofline, run, scaling, tools
+from benchmarks import (
+    draw,
+    gpu_step,
+    job,
+    machine,
+    network,
+    ours,
+    plain,
+    roofline,
+    run,
+    scaling,
+    tools,
+)
 from benchmarks.workloads import LENET, MLP, WIDE_CNN, Workload, dense, parameters, write_arrays
 
 TINY = Workload(
@@ -24,6 +39,14 @@ TINY = Workload(
     momentum=0.5,
 )
 RATES = {"matrix_gflops": {}, "workloads": {"A": roofline.floor(TINY, 1e9, 1e9)}}
+
+
+OURS = sorted(path.stem for path in Path(job.__file__).parent.glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_benchmark_can_be_imported(name):
+    import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture
@@ -214,3 +237,11 @@ def test_every_point_of_scaling_fits_the_data_set():
         point.workload.clients * point.workload.examples <= 60_000
         for point in scaling.points(rounds=1)
     )
+
+
+def test_eager_steps_that_the_gpus_are_compared_with_are_exact():
+    round_of_two = gpu_step.prepared(gpu_step.workloads()["B10"], "cpu").shortened(2)
+    exact = gpu_step.train_eagerly(round_of_two, torch.float64, 2)
+    single = gpu_step.train_eagerly(round_of_two, torch.float32, 2)
+    assert 0 < gpu_step.gap(single, exact, 2) < 1e-6
+    assert not torch.equal(exact[0]["0.weight"][0], exact[0]["0.weight"][1])

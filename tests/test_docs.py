@@ -244,10 +244,10 @@ def test_results_name_the_command_that_made_them(name, study):
     assert from_dict(result["settings"]) == resolve(STUDIES[study])
 
 
-@pytest.mark.parametrize("name", ["kinds-mnist.json", "kinds-tabular.json"])
+@pytest.mark.parametrize("name", ["groups-mnist.json", "groups-tabular.json"])
 def test_the_page_of_groups_quotes_what_was_measured(name):
     page = (ROOT / "docs/groups.md").read_text()
-    for row in committed(name)["kinds"]:
+    for row in committed(name)["groups"]:
         cells = [
             *(f"{100 * fmean(row[way]):.1f} %" for way in ("together", "alone")),
             f"{row['at_least_as_good']} of {row['clients']}",

@@ -7,7 +7,6 @@ from torch import nn
 
 import glocal
 from glocal.core.data import Examples
-from glocal.core.modules import params_of
 from glocal.datasets import Dataset
 from glocal.datasets.federated import FederatedData
 from glocal.studies import run_study
@@ -19,15 +18,22 @@ NUM_CLIENTS = 5
 
 def test_the_last_round_is_compared_with_the_best_on_validation_data_too():
     """Two sets of test labels: the last model is right on all of one, wrong on the other."""
-    model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.5, momentum=0.9))
+    task = glocal.classification(world.seeded(world.plain))
+    algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.5, momentum=0.9))
     own, inputs = world.clients((60, 60, 60)), [x for x, _ in world.clients((30, 30, 30), seed=5)]
 
     def selected(labels, select):
         test = list(zip(inputs, labels, strict=True))
         federation = FederatedData.from_tensors(own, test=test, validation=0.3)
-        options = glocal.Options(validate_every=4, select=select)  # not after the 6th, the last
-        return glocal.fit(algorithm, model, federation, glocal.Plan(6, 2), options=options)
+        result = glocal.fit(
+            algorithm,
+            federation,
+            rounds=6,
+            clients_per_round=2,
+            evaluation=glocal.Evaluation(every=4, select=select),  # not after the 6th, the last
+            progress=False,
+        )
+        return result.group()
 
     unknown = [torch.zeros(len(x), dtype=torch.int64) for x in inputs]
     last = selected(unknown, "last")
@@ -38,8 +44,9 @@ def test_the_last_round_is_compared_with_the_best_on_validation_data_too():
         "the test needs labels that the last round predicts"
     )
     assert right.selected_round == wrong.selected_round
-    assert right.validation == wrong.validation
-    assert world.same_bits(right.state, wrong.state, 3)
+    validated = [each.validation["accuracy"].by_client.tolist() for each in (right, wrong)]
+    assert validated[0] == validated[1]
+    assert world.same_bits(right.state.alone(), wrong.state.alone(), 3)
 
 
 def rows(client_data):
@@ -128,18 +135,19 @@ class DrawFirst(nn.Module):
 ])  # fmt: skip
 def test_no_two_clients_and_no_two_rounds_drop_the_same_units(make, engine):
     """All clients have one example and start from one model: only randomness differs."""
-    model, sent = world.seeded(make), []
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
+    sent = []
 
-    def spy(shared, uploads, weights):
-        sent.extend(uploads["1.weight" if make is drop_first else "head.weight"].clone())
-        return shared
+    class Spied(glocal.FedAvg):
+        def server_update(self, shared, server, uploads):
+            name = "1.weight" if make is drop_first else "head.weight"
+            sent.extend(uploads.messages[name].clone())
+            return shared, server
 
     same = [(torch.ones(1, 64), torch.zeros(1, dtype=torch.int64))] * NUM_CLIENTS
     train = FederatedData.from_tensors(same, test=same, validation=0.0).train
     plan = glocal.Plan(rounds=4, clients_per_round=NUM_CLIENTS)
-    spied = algorithm._replace(aggregate=spy)
-    list(glocal.simulate(spied, params_of(model), train, plan, engine=engine))
+    task = glocal.classification(world.seeded(make))
+    list(world.simulate(Spied(task, optimizer=glocal.SGD(lr=0.1)), train, plan, engine=engine))
     assert len(sent) == 4 * NUM_CLIENTS
     assert len({tuple(upload.flatten().tolist()) for upload in sent}) == 4 * NUM_CLIENTS
 

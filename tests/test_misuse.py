@@ -2,10 +2,9 @@
 
 import pytest
 
-import glocal
 from tests.support.misuse import (
-    called,
     callables,
+    called,
     fault_of,
     parameters,
     rows,

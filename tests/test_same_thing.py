@@ -1,29 +1,16 @@
-"""Different things that are treated as the same: mistakes that a later version must refuse."""
+"""Different things must not be treated as the same: a run goes on only with what it began with."""
+
+from functools import partial
 
 import pytest
 from torch import nn
+from torch.nn import functional
 
 import glocal
 from glocal.core.errors import InputError
 from tests.support import world
 
-ACCEPTED = pytest.fail.Exception  # `pytest.raises` raises it where nothing was raised
-PLAN = glocal.Plan(rounds=2, clients_per_round=4, batch_size=5)
-
-
-def median(shared, uploads, weights):
-    return {name: tensor.median(0).values for name, tensor in uploads.items()}
-
-
-@pytest.mark.xfail(strict=True, raises=ACCEPTED, reason="no fingerprint holds the aggregation")
-def test_a_run_with_the_mean_is_not_continued_with_the_median(tmp_path):
-    model, federation = world.seeded(world.plain), world.federation()
-    mean = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
-    of_medians = mean._replace(aggregate=median, is_mean=False)
-    glocal.fit(mean, model, federation, PLAN, folder=tmp_path)
-    longer = glocal.Plan(rounds=4, clients_per_round=4, batch_size=5)
-    with pytest.raises(InputError, match="another"):
-        glocal.fit(of_medians, model, federation, longer, folder=tmp_path)
+ALGORITHM = ("task", "aggregation")
 
 
 def with_tanh():
@@ -31,9 +18,68 @@ def with_tanh():
     return nn.Sequential(nn.Linear(world.FEATURES, 8), nn.Tanh(), nn.Linear(8, world.CLASSES))
 
 
-@pytest.mark.xfail(strict=True, raises=ACCEPTED, reason="the objective and `fit` both have a model")
-def test_training_one_model_and_testing_another_is_refused():
-    trained, tested = world.seeded(world.plain), world.seeded(with_tanh)
-    algorithm = glocal.fedavg(glocal.cross_entropy(trained), glocal.SGD(0.1))
-    with pytest.raises(InputError, match="model"):
-        glocal.fit(algorithm, tested, world.federation(), PLAN)
+def task(make=world.plain, loss=functional.cross_entropy):
+    return glocal.Task(world.seeded(make), loss, metrics=["accuracy", "loss"])
+
+
+def run(folder, *, rounds, **changes):
+    """FedAvg for some rounds, apart from these changes."""
+    own = {name: changes.pop(name) for name in ALGORITHM if name in changes}
+    algorithm = glocal.FedAvg(**{"task": task(), "optimizer": glocal.SGD(lr=0.1), **own})
+    settings = {"clients_per_round": 4, "batch_size": 5, "progress": False, **changes}
+    return glocal.fit(algorithm, world.federation(), rounds=rounds, folder=folder, **settings)
+
+
+OTHERS = {
+    "aggregation": ({"aggregation": glocal.Median()}, "aggregation.*Mean.*Median"),
+    "weights of the mean": ({"aggregation": glocal.Mean("clients")}, "aggregation.by.*examples"),
+    "codec": ({"uplink": glocal.Int8()}, "uplink.*Identity.*Int8"),
+    "loss": ({"task": task(loss=functional.multi_margin_loss)}, "task.loss.*multi_margin_loss"),
+    "setting of the loss": (
+        {"task": task(loss=partial(functional.cross_entropy, label_smoothing=0.1))},
+        "task.loss",
+    ),
+    "metric of selection": ({"select": "max accuracy"}, "evaluation.select.*last.*max accuracy"),
+    "model of the same names": ({"task": task(with_tanh)}, "task.model.*ReLU.*Tanh"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_run_is_not_continued_with_another(name, tmp_path):
+    changes, message = OTHERS[name]
+    run(tmp_path, rounds=2)
+    with pytest.raises(InputError, match=f"^resume: .* was made with another .*{message}") as given:
+        run(tmp_path, rounds=4, **changes)
+    assert "\n" not in str(given.value)
+
+
+def test_a_run_is_continued_with_the_same(tmp_path):
+    """For more rounds: the numbers are those of a run that was never stopped."""
+    run(tmp_path / "stopped", rounds=2)
+    longer = run(tmp_path / "stopped", rounds=4)
+    at_once = run(tmp_path / "at once", rounds=4)
+    assert world.same_bits(longer.group().state.alone(), at_once.group().state.alone())
+
+
+def losses(result, make):
+    """Of each client's tensors in a network of ours, on the client's own test data."""
+    test, figures = world.federation().test, []
+    for client in range(world.NUM_CLIENTS):
+        model, own = make(), test.of(client)
+        model.load_state_dict(result.group().state_dict(client))
+        figures.append(functional.cross_entropy(model(own.x), own.y).item())
+    return figures
+
+
+def test_the_model_that_is_tested_is_the_one_that_was_trained(tmp_path):
+    """It is given once, with the task: a network of the same names would give other figures."""
+    result = run(tmp_path, rounds=4, task=task(with_tanh))
+    tested = result.group().test["loss"].by_client
+    assert losses(result, with_tanh) == pytest.approx(tested, nan_ok=True)
+    assert losses(result, world.plain) != pytest.approx(tested, nan_ok=True)
+
+
+def test_a_second_model_is_refused():
+    algorithm = glocal.FedAvg(task(), optimizer=glocal.SGD(lr=0.1))
+    with pytest.raises(InputError, match=r"^fit: data is a Sequential .*FederatedData was"):
+        glocal.fit(algorithm, world.seeded(with_tanh), rounds=2, clients_per_round=2)

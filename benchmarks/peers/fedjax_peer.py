@@ -61,7 +61,7 @@ def measure(job: Job) -> Measurement:
         batch_size=work.batch_size, num_epochs=work.local_epochs
     )
     momentum = work.momentum or None
-    client, server = fedjax.optimizers.SGD(work.lr, momentum=momentum), fedjax.optimizers.SGD(1.0)
+    client, server = fedjax.optimizers.sgd(work.lr, momentum=momentum), fedjax.optimizers.sgd(1.0)
     algorithm = fed_avg.federated_averaging(fedjax.model_grad(model), client, server, batches)
     states = [algorithm.init(model.init(jax.random.PRNGKey(0)))]
 

@@ -10,9 +10,11 @@ from glocal.algorithms import FedAvg
 from glocal.algorithms.adapt_only import AdaptOnly
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.optimizers import SGD
+from glocal.core.optimizers import SGD, Adam
+from glocal.core.sampling import Plan
 from glocal.core.task import classification
 from glocal.deploy.project import Project
+from glocal.federate.fit import warm_start_params
 from glocal.federate.rounds import needs_single_uploads
 from glocal.report import write_report
 from glocal.studies import run_study
@@ -74,9 +76,10 @@ def needs_each(algorithm):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "lg_fedavg", "local_only", "mtl", "apfl"])
-def test_an_algorithm_that_averages_needs_no_single_upload(name):
-    assert not needs_each(example(name))
+@pytest.mark.parametrize("name", world.NAMES)
+def test_only_algorithms_that_look_at_single_uploads_need_them(name):
+    """IFCA and FeSEM move each cluster by its own members."""
+    assert needs_each(example(name)) == (name in ("ifca", "fesem"))
 
 
 @pytest.mark.quick
@@ -99,6 +102,28 @@ def test_adaptation_alone_sends_nothing():
     shared = adapting.init(adapting.task.initial_params()).shared
     assert shared
     assert adapting.upload_like(shared) == {}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.5), Adam(lr=0.1)])
+def test_a_client_without_a_private_part_adapts_nothing(optimizer):
+    algorithm = example("fedavg", optimizer=optimizer)
+    params, work = algorithm.task.initial_params(), world.work_of(world.federation().train, 0)
+    upload = algorithm.adapt(params, {}, work).upload
+    assert upload.keys() == params.keys()
+    assert not any(tensor.any() for tensor in upload.values())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in world.NAMES if name != "local_only"])
+def test_a_model_to_start_from_has_the_shapes_of_the_tasks(name):
+    """Of all that an algorithm shares: models of several clusters, control variates."""
+    algorithm = example(name)
+    state = world.last(world.simulate(algorithm, world.federation().train, Plan(2, 4)))[0]
+    start, initial = warm_start_params(algorithm, state.group()), algorithm.task.initial_params()
+    assert start.keys() == initial.keys()
+    assert all(tensor.shape == initial[key].shape for key, tensor in start.items())
+    assert (world.distance(start, initial) > 0) == (name != "fedproto"), "its models are private"
 
 
 @pytest.mark.quick
@@ -145,6 +170,22 @@ def test_a_mean_under_a_name_of_its_own_is_deployed(guard, tmp_path):
 def test_what_sends_nothing_has_nothing_to_guard(guard, tmp_path):
     with pytest.raises(InputError, match=f"^deploy: {guard} .*sends nothing"):
         setup(tmp_path / "here", "Silent", settings=GUARDS[guard])
+
+
+def test_every_algorithm_is_a_word_of_a_study(tmp_path):
+    """Each trains, is tested, saved, and reported."""
+    table = {
+        "data": {"clients": 5},
+        "plan": {"rounds": 1, "clients_per_round": 2},
+        "model": {"hidden": [8]},
+        "optimizer": {"momentum": 0.0},
+        "split": {"local": ["layer1"]},
+        "experiments": {name: {"algorithm": name} for name in world.NAMES},
+    }
+    finished = {each.experiment for each in run_study(from_dict(table), tmp_path / "run")}
+    assert finished == {*world.NAMES}
+    page = write_report(tmp_path / "run").read_text()
+    assert all(f">{name}<" in page for name in world.NAMES)
 
 
 RENAMED = """

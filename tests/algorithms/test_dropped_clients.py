@@ -9,7 +9,7 @@ import glocal
 from glocal.core import trees
 from glocal.core.sampling import Availability, Plan, client_key
 from glocal.core.training import WeightedSum
-from glocal.federate.rounds import build_executors, run_round
+from glocal.federate.rounds import build_executors, masked_step, run_round
 from glocal.wire import Mean, Median
 from tests.support import world
 
@@ -154,21 +154,23 @@ def test_every_algorithm_goes_on_without_a_client_that_broke(name):
     assert trees.same_bits(after.private[0].of(2), before.private[0].of(2))
 
 
-def uploads_of(algorithm, monkeypatch):
-    """What the server receives in a round, and its state before."""
+def before_the_last_round(algorithm, monkeypatch, rounds=2):
+    """The state before the last of some rounds, and what the server receives in it."""
     received, kind = [], type(algorithm)
     original = kind.server_update
 
     def server_update(own, shared, server, uploads):
-        received.append((shared, server, uploads))
+        received.append(uploads)
         return original(own, shared, server, uploads)
 
     monkeypatch.setattr(kind, "server_update", server_update)
     replica, state = world.set_up(algorithm, double_data(), PLAN)
     executors = build_executors(replica.groups, "looped", num_calls=1)
-    run_round([replica], [state], executors, 0)
+    for index in range(rounds):
+        before = state
+        [(state, _)] = run_round([replica], [before], executors, index)
     monkeypatch.undo()
-    return received[0]
+    return before, received[-1]
 
 
 @pytest.mark.parametrize("by", ["examples", "clients"])
@@ -176,14 +178,28 @@ def uploads_of(algorithm, monkeypatch):
 def test_masking_uploads_gives_the_numbers_of_filtering_them(name, by, monkeypatch):
     """A GPU, which must not be waited for, masks; a CPU filters."""
     algorithm = world.algorithm(name, model(), aggregation=Mean(by))
-    shared, server, uploads = uploads_of(algorithm, monkeypatch)
-    for dropped in ([2], [0, 2, 5], [0, 1, 2, 3, 5], list(EVERYBODY)):
+    state, uploads = before_the_last_round(algorithm, monkeypatch)
+    losses = torch.zeros(world.NUM_CLIENTS)
+    for dropped in ([2], [0, 2, 5], [0, 1, 2, 3, 5]):
         counted = torch.tensor([client not in dropped for client in EVERYBODY])
+        losses[dropped] = torch.nan
         for tensor in uploads.messages.values():
             if tensor.is_floating_point():
                 tensor[dropped] = torch.nan
-        filtered = algorithm.server_update(shared, server, uploads.only(counted))
-        masked = algorithm.server_update(shared, server, uploads.masked(counted))
-        assert world.distance(masked[0], filtered[0]) < 1e-12
-        assert world.distance(masked[1], filtered[1]) < 1e-12
-    assert world.distance(masked[0], shared) == 0, "at last nobody counts"
+        filtered = algorithm.server_update(state.shared, state.server, uploads.only(counted))
+        shared, server, masked = masked_step(algorithm, state, uploads, losses)
+        assert torch.equal(masked, counted)
+        assert world.distance(shared, filtered[0]) < 1e-12
+        assert world.distance(server, filtered[1]) < 1e-12
+
+
+@pytest.mark.parametrize("name", world.NAMES)
+def test_where_nobody_counts_masking_changes_nothing(name, monkeypatch):
+    """Not even by the momentum that a server has."""
+    algorithm = world.algorithm(name, model())
+    state, uploads = before_the_last_round(algorithm, monkeypatch)
+    nobody = torch.full((world.NUM_CLIENTS,), torch.nan)
+    shared, server, counted = masked_step(algorithm, state, uploads, nobody)
+    assert not counted.any()
+    assert trees.same_bits(shared, state.shared)
+    assert trees.same_bits(server, state.server)

@@ -7,7 +7,25 @@ import pytest
 import torch
 from torch import nn
 
-from glocal.algorithms import APFL, MTL, FedAvg, FedProx, LGFedAvg, LocalOnly
+from glocal.algorithms import (
+    APFL,
+    IFCA,
+    MTL,
+    Ditto,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedDyn,
+    FedPer,
+    FedProto,
+    FedProx,
+    FedRep,
+    FedYogi,
+    FeSEM,
+    LGFedAvg,
+    LocalOnly,
+    Scaffold,
+)
 from glocal.core import trees
 from glocal.core.modules import params_of
 from glocal.core.optimizers import SGD, Adam, AdamW
@@ -36,9 +54,9 @@ def run(algorithm, *, train=None, plan=PLAN):
     return world.last(world.simulate(algorithm, data, plan))[0]
 
 
-def personal(make, model):
+def personal(make, model, optimizer=RULE):
     """Every client's personal model at the end."""
-    algorithm = make(classification(model), optimizer=RULE)
+    algorithm = make(classification(model), optimizer=optimizer)
     state = run(algorithm)
     return [
         algorithm.personal(state.shared, state.private[0].of(client))
@@ -110,6 +128,101 @@ def test_apfl_shares_what_fedavg_shares_whatever_alpha_is(alpha, alpha_lr):
     task = classification(model_of(world.with_batch_norm))
     ours = run(APFL(task, optimizer=RULE, alpha=alpha, alpha_lr=alpha_lr))
     assert world.distance(ours.shared, run(FedAvg(task, optimizer=RULE)).shared) < 1e-12
+
+
+both_means = pytest.mark.parametrize("by", ["examples", "clients"])
+
+
+@both_means
+def test_fedavgm_without_momentum_is_fedavg(by):
+    model, mean = model_of(world.with_batch_norm), Mean(by)
+    plain = partial(FedAvgM, momentum=0.0, server_lr=1.0, aggregation=mean)
+    assert same(personal(plain, model), personal(partial(FedAvg, aggregation=mean), model))
+
+
+@pytest.mark.parametrize("make", [FedAdam, FedYogi])
+def test_a_server_optimizer_without_moments_is_fedavg(make):
+    """Second moments that stay tau^2 divide by 2 tau."""
+    model = model_of(world.with_batch_norm)
+    still = partial(make, beta1=0.0, beta2=1.0, tau=0.25, server_lr=0.5)
+    assert near(personal(still, model), personal(FedAvg, model))
+
+
+def test_scaffold_with_one_client_is_fedavg():
+    """Its control variate is then that of all."""
+    train = FederatedData.from_tensors(world.clients((23,)), test=0.0, validation=0.0).train
+    plan, task = replace(PLAN, clients_per_round=1), classification(model_of(world.with_batch_norm))
+    scaffold, fedavg = (
+        run(make(task, optimizer=SGD(lr=0.1)), train=train, plan=plan).shared
+        for make in (Scaffold, FedAvg)
+    )
+    assert scaffold["control/0.weight"].any()
+    assert same([scaffold], [fedavg])
+
+
+def test_scaffolds_first_round_is_fedavgs():
+    task, plan = classification(model_of(world.with_batch_norm)), replace(PLAN, rounds=1)
+    scaffold, fedavg = (
+        run(make(task, optimizer=SGD(lr=0.1), aggregation=Mean("clients")), plan=plan).shared
+        for make in (Scaffold, FedAvg)
+    )
+    assert same([scaffold], [fedavg])
+
+
+def test_feddyns_first_round_is_fedproxs_and_goes_further_by_the_fraction_sampled():
+    """The server's h is -alpha * fraction * change, and the model moves by -h / alpha more."""
+    task, plan = classification(model_of(world.plain)), replace(PLAN, rounds=1)
+    start, moves = task.initial_params(), []
+    for kind in (partial(FedDyn, alpha=0.3), partial(FedProx, mu=0.3)):
+        algorithm = kind(task, optimizer=RULE, aggregation=Mean("clients"))
+        moves.append(trees.subtract(run(algorithm, plan=plan).shared, start))
+    fraction = PLAN.clients_per_round / world.NUM_CLIENTS
+    assert world.distance(moves[0], trees.scale(1 + fraction, moves[1])) < 1e-12
+
+
+def test_ditto_with_lam_0_is_local_only_and_shares_what_fedavg_shares():
+    model = model_of(world.with_batch_norm)
+    assert same(personal(partial(Ditto, lam=0.0), model), personal(LocalOnly, model))
+    shared = [
+        run(make(classification(model), optimizer=RULE)).shared
+        for make in (partial(Ditto, lam=0.7), FedAvg)
+    ]
+    assert same(*([tree] for tree in shared))
+
+
+def test_fedproto_with_lam_0_is_local_only():
+    model = model_of(world.with_batch_norm)
+    assert same(personal(partial(FedProto, lam=0.0), model), personal(LocalOnly, model))
+
+
+@both_means
+@pytest.mark.parametrize("make", [IFCA, FeSEM])
+def test_one_cluster_is_fedavg(make, by):
+    task = classification(model_of(world.with_batch_norm))
+    ours = run(make(task, optimizer=RULE, clusters=1, aggregation=Mean(by))).shared
+    alone = {name: tensor[0] for name, tensor in ours.items()}
+    fedavg = run(FedAvg(task, optimizer=RULE, aggregation=Mean(by))).shared
+    assert world.distance(alone, fedavg) < 1e-12
+
+
+def test_fedper_is_lg_with_a_local_head():
+    model = model_of(world.with_batch_norm)
+    assert same(personal(FedPer, model), personal(partial(LGFedAvg, local="3"), model))
+
+
+def test_fedrep_with_everything_in_the_head_is_local_only():
+    """Its head trains for as many epochs as the whole model does there; the body is empty."""
+    model = model_of(world.plain)
+    alone = partial(FedRep, local=["0", "2"], head_epochs=PLAN.local_epochs)
+    assert same(personal(alone, model), personal(LocalOnly, model))
+
+
+@pytest.mark.parametrize("make", [FedAvgM, FedAdam, FedYogi, FedDyn, FedProx, Scaffold])
+def test_with_everything_local_it_is_local_only(make):
+    model = model_of(world.with_batch_norm)
+    alone = partial(make, local=["0", "1", "3"])
+    ours = personal(alone, model, SGD(lr=0.1))
+    assert same(ours, personal(LocalOnly, model, SGD(lr=0.1)))
 
 
 TORCHS = [

@@ -16,9 +16,12 @@ from glocal.core.errors import InputError
 from glocal.core.files import read_tensors
 from glocal.core.model_tensors import base_fingerprint, client_tensors, frozen_tensors
 from glocal.core.modules import params_of, predictor, training_forward
-from glocal.core.trees import nbytes
+from glocal.core.trees import nbytes, same_bits
+from glocal.datasets.fetch import no_progress
 from glocal.federate.fit import build_experiment
 from glocal.federate.group_result import load_model, save_models
+from glocal.studies.build import build_components
+from glocal.studies.settings import from_dict
 from glocal.wire import pack
 from tests.support import world
 
@@ -232,3 +235,44 @@ def test_two_hundred_clients_on_a_frozen_base_need_little_more_memory_than_one(e
     (one, share), (many, _) = run(1), run(200)
     assert share < 0.01, "99 % of the weights are frozen"
     assert many < 1.3 * one
+
+
+def test_parameters_that_the_task_freezes_are_those_that_need_no_gradient():
+    """The user's own model stays as it is, and no value is copied."""
+    asked_for, by_hand = base_and_head(), base_and_head()
+    asked_for.requires_grad_(True)
+    task = glocal.classification(asked_for)
+    named = replace(task, frozen=["base", "head.bias"])
+    by_hand.head.bias.requires_grad_(False)
+    assert frozen_tensors(named.model).keys() == frozen_tensors(by_hand).keys()
+    assert all(parameter.requires_grad for parameter in asked_for.parameters())
+    for name, tensor in frozen_tensors(named.model).items():
+        if not name.startswith("base.1."):  # a buffer is copied
+            assert tensor.data_ptr() == asked_for.get_parameter(name).data_ptr(), name
+    algorithm = glocal.LGFedAvg(named, optimizer=glocal.SGD(lr=0.1), local="encoder")
+    ours, expected = fit(named.model, algorithm), fit(by_hand)
+    assert same_bits(ours.state.shared, expected.state.shared)
+    assert ours.ledger == expected.ledger
+
+
+def test_freezing_nothing_or_everything_is_refused():
+    with pytest.raises(InputError, match=r"'bass' matches no parameter .* did you mean 'base'"):
+        replace(glocal.classification(base_and_head()), frozen="bass")
+    with pytest.raises(InputError, match="every parameter is frozen; there is nothing to train"):
+        replace(glocal.classification(base_and_head()), frozen="*")
+
+
+def test_a_study_freezes_what_its_task_names(tmp_path):
+    """In a study as on the command line, with its bytes."""
+    command = [sys.executable, "-m", "glocal", "split", "mlp", "--local", "layer2"]
+    ran = subprocess.run([*command, "--frozen", "layer1"], capture_output=True, text=True)
+    assert "layer1.weight  frozen" in ran.stdout, ran.stderr
+    study = from_dict(
+        {
+            "task": {"frozen": ["layer1"]},
+            "plan": {"rounds": 1},
+            "experiments": {"A": {"algorithm": "fedavg"}},
+        }
+    )
+    parts = build_components(study, no_progress)
+    assert {*frozen_tensors(parts.task.model)} == {"layer1.weight", "layer1.bias"}

@@ -2,18 +2,21 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import glocal
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.core.optimizers import SGD, Adam, AdamW, StepLR
 from glocal.core.sampling import Plan
 from glocal.engines import EngineConfig
+from glocal.engines.fused import cpu
 from glocal.engines.protocol import ClientTask
 from glocal.engines.workers import ProcessPool
 from glocal.federate import rounds
@@ -26,6 +29,7 @@ from tests.support.engine_runs import (
     every_algorithm,
     every_model,
     model_of,
+    needs_compiler,
     run,
     train,
 )
@@ -196,3 +200,27 @@ def test_trees_are_passed_to_workers_by_name():
     pool.close()
     assert (second["a"] == 2.0).all()
     assert (second["b"] == 22.0).all()
+
+
+@needs_compiler
+def test_no_other_client_runs_while_the_model_is_traced(monkeypatch):
+    """Tracing patches the calls of all modules, and an algorithm such as IFCA calls some."""
+    tracing, seen, parse = threading.Event(), [], cpu._parse
+
+    def slow_parse(loss, shape):
+        tracing.set()
+        time.sleep(0.2)
+        chain = parse(loss, shape)
+        tracing.clear()
+        return chain
+
+    class Watching(glocal.FedAvg):
+        def client_update(self, message, private, work):
+            seen.append(tracing.is_set())
+            return super().client_update(message, private, work)
+
+    monkeypatch.setattr(cpu, "_parse", slow_parse)
+    algorithm = Watching(glocal.classification(model_of("plain")), optimizer=SGD(lr=0.1))
+    train(algorithm, EngineConfig("workers", workers=2))
+    assert len(seen) > 4
+    assert not any(seen)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import glocal
 from glocal.cli import main
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
@@ -19,7 +20,7 @@ from glocal.core.sampling import Availability, Plan, sample_available, sample_cl
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.rotation import add_rotated_copies, rotate_images
 from glocal.evaluate.forgetting import MetricHistory
-from glocal.federate.experiment import Experiment, Phase
+from glocal.federate.experiment import Experiment, Group, Phase
 from glocal.federate.options import Evaluation, Options
 from glocal.federate.phases import subgroup_history
 from glocal.federate.run import Run
@@ -335,6 +336,54 @@ def test_forgetting_is_the_best_earlier_accuracy_less_the_last():
     assert MetricHistory(
         [1, 2, 3], [0.5, 0.7, 0.9], [1, 1, 1]
     ).summary().forgetting == pytest.approx(-0.2)
+
+
+def test_of_a_metric_of_which_lower_is_better_the_best_is_the_lowest():
+    history = MetricHistory([1, 2, 3], [0.9, 0.5, 0.8], [1, 1, 1])
+    first, best, last, forgetting = history.summary(higher_is_better=False)
+    assert (first, best, last) == (0.9, 0.5, 0.8)
+    assert forgetting == pytest.approx(0.3), "an error that rises is forgetting"
+    assert str(MetricHistory([1], [0.5], [1]).summary(higher_is_better=False).forgetting) == "0.0"
+
+
+def regression(name="", shift=0.0):
+    """A group of clients that predict a number from the inputs."""
+    task = glocal.regression(seeded(lambda: torch.nn.Linear(world.FEATURES, 1)))
+    clients = [(x, x[:, 0] + shift) for x, _ in world.clients()]
+    data = FederatedData.from_tensors(clients)
+    return Group(glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.05)), (data,), name=name)
+
+
+def with_subgroup(*groups):
+    """An experiment in which half of the first group's clients are tested by themselves."""
+    clients = sum(group.num_clients for group in groups)
+    phases = (Phase(0, Availability.of(range(clients))),)
+    subgroups = {"some": (0, 1, 2), "last": (clients - 1,)}
+    return Experiment(groups, PLAN, evaluation=EVERY_SECOND, phases=phases, subgroups=subgroups)
+
+
+def test_a_saved_result_has_the_forgetting_of_an_error_by_its_direction(tmp_path):
+    history = Finished(with_subgroup(regression()), tmp_path).history("some")
+    [saved] = json.loads((tmp_path / "result.json").read_text())
+    *earlier, last = history.values
+    assert saved["metric"] == "rmse"
+    assert last < history.values[0], "it learns"
+    assert saved["subgroups"]["some"]["best"] == min(history.values)
+    assert saved["subgroups"]["some"]["forgetting"] == pytest.approx(last - min(earlier))
+
+
+def test_each_group_has_the_history_of_its_own_clients(tmp_path):
+    """A subgroup is evaluated once per round, and only with the clients of the group."""
+    groups = (regression("near"), regression("far", shift=10.0))
+    Finished(with_subgroup(*groups), tmp_path)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    near = subgroup_history(rows, "some", 0, group="near")
+    assert near.rounds == [1, 2, 4, 6]
+    assert not subgroup_history(rows, "some", 0, group="far").rounds
+    results = json.loads((tmp_path / "result.json").read_text())
+    [first, second] = [result["subgroups"] for result in results]
+    assert (first["last"], second["some"]) == (None, None)
+    assert first["some"]["last"] == near.values[-1] < second["last"]["last"]
 
 
 # rotation and drift

@@ -39,6 +39,7 @@ source = "federation:all_clients"
 name = "federation:model"
 [optimizer]
 lr = 0.1
+momentum = {momentum}
 [plan]
 rounds = {rounds}
 clients_per_round = {clients_per_round}
@@ -79,6 +80,7 @@ def project(
         rounds=rounds,
         clients_per_round=clients_per_round or clients,
         algorithm=algorithm,
+        momentum=0.0 if algorithm == "scaffold" else 0.5,
         hyperparameters=LOCAL if algorithm == "lg_fedavg" else "",
         plan=plan,
     )

@@ -152,8 +152,8 @@ def algorithm(name, model, *, optimizer=None, local=None, task=None, **hyperpara
 
 
 def default_optimizer(kind):
-    """SGD with momentum, where the algorithm takes one with it."""
-    return SGD(lr=0.1, momentum=0.5)
+    """SGD with momentum; SCAFFOLD takes none."""
+    return SGD(lr=0.1, momentum=0.0 if kind is algorithms.Scaffold else 0.5)
 
 
 def set_up(algorithm, train, plan, *, params=None, uplink=None, availability=None):

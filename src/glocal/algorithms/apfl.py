@@ -3,8 +3,6 @@
 Algorithm 1, and the step on alpha below it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.func import grad
@@ -44,32 +42,42 @@ class APFL(Algorithm):
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Both models train."""
-        return self._train(self._both_names, message, private, work)
+        return self._train(self.task.trainable, message, private, work)
 
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The client's own model trains alone."""
-        return self._train(self._own_names, message, private, work)
+        return self._train(frozenset(), message, private, work)
 
     def personal(self, shared: Params, private: Params) -> Params:
         """The mixture."""
         return mix(shared, private)
 
-    @property
-    def _own_names(self) -> frozenset[str]:
-        return frozenset(_OWN + name for name in self.task.trainable)
+    def mixture_loss(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """One value whose gradients are those of two losses: of w its own, of v the mixture's.
 
-    @property
-    def _both_names(self) -> frozenset[str]:
-        return self.task.trainable | self._own_names
+        The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
+        difference `alone - alone.detach()` is 0, and has the gradient of w's own loss.
+        """
+        own = trees.under_prefix(_OWN, params)
+        shared = trees.pick(params, own)
+        detached = {name: tensor.detach() for name, tensor in shared.items()}
+        mixture = mix(detached, params)
+        alone, buffers = self.objective.value(shared, batch)
+        mixed_params = {**own, **trees.pick(mixture, self.objective.trainable)}
+        mixed, own_buffers = self.objective.value(mixed_params, batch)
+        both_buffers = {**buffers, **trees.with_prefix(_OWN, own_buffers)}
+        return mixed + alone - alone.detach(), both_buffers
 
     def _train(
-        self, trainable: frozenset[str], message: Message, private: Params, work: Work
+        self, shared: frozenset[str], message: Message, private: Params, work: Work
     ) -> Update:
+        """The client's own model trains, and these tensors of the shared one."""
         alpha = private[ALPHA]
         if self.alpha_lr:
             gradient = _alpha_gradient(self.objective, message, private, work)
             alpha = (alpha - self.alpha_lr * gradient).clamp(0, 1)
-        joint = Objective(MixtureLoss(self.objective), trainable)
+        own = frozenset(_OWN + name for name in self.task.trainable)
+        joint = Objective(self.mixture_loss, shared | own)
         trained = local_train(joint, {**message, **private, ALPHA: alpha}, work, self.optimizer)
         kept = {**trees.pick(trained.params, private), ALPHA: alpha}
         return Update(change(trained.params, message), kept, {"loss": trained.loss})
@@ -84,36 +92,13 @@ def mix(shared: Params, private: Params) -> Params:
     return mixture
 
 
-@dataclass(frozen=True, eq=False)
-class MixtureLoss:
-    """One value whose gradients are those of two losses: of w its own, of v the mixture's.
-
-    The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
-    difference `alone - alone.detach()` is 0, and has the gradient of w's own loss.
-    """
-
-    objective: Objective
-
-    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """The mixture's loss (), and the buffers of both models after the step."""
-        own = trees.under_prefix(_OWN, params)
-        shared = trees.pick(params, own)
-        detached = {name: tensor.detach() for name, tensor in shared.items()}
-        mixture = mix(detached, params)
-        alone, buffers = self.objective.value(shared, batch)
-        mixed_params = {**own, **trees.pick(mixture, self.objective.trainable)}
-        mixed, own_buffers = self.objective.value(mixed_params, batch)
-        value = mixed + alone - alone.detach()
-        return value, {**buffers, **trees.with_prefix(_OWN, own_buffers)}
-
-
 def _alpha_gradient(objective: Objective, shared: Params, private: Params, work: Work) -> Tensor:
     """<v - w, gradient of the mixture's loss> on the first batch of the round ()."""
     batch = next(batches(work))
 
-    def mixture_loss(alpha: Tensor) -> Tensor:
+    def loss(alpha: Tensor) -> Tensor:
         mixture = mix(shared, {**private, ALPHA: alpha})
         return objective.value(mixture, batch)[0]
 
-    gradient: Tensor = grad(mixture_loss)(private[ALPHA])
+    gradient: Tensor = grad(loss)(private[ALPHA])
     return gradient

@@ -1,64 +1,65 @@
 """Models of several clusters as one tree, whose tensors have a first axis of clusters."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from glocal.algorithms.contract import Algorithm, Message, Uploads, require_numbers
+from glocal.algorithms.contract import Algorithm, Message, add_change, require_numbers
 from glocal.core import random
-from glocal.core.bounds import MAX_SEEDS, require_count
+from glocal.core.bounds import MAX_CLUSTERS, require_count
 from glocal.core.trees import Params
 from glocal.wire.codec import name_address
 
+MEMBER = "member"
 
-def number_of_clusters(algorithm: Algorithm, clusters: object, spread: object) -> None:
+
+def require_clusters(algorithm: Algorithm, clusters: object) -> None:
     """Refuse a number of clusters that is not a count, and a spread below 0."""
-    require_count(f"{algorithm.name}: clusters", clusters, 1, MAX_SEEDS)
+    require_count(f"{algorithm.name}: clusters", clusters, 1, MAX_CLUSTERS)
     require_numbers(algorithm, "spread")
 
 
-def perturbed_copies(params: Params, clusters: int, spread: float) -> Params:
-    """A model and noisy copies of it (clusters, ...); noise is drawn by name and cluster."""
-    copies = {}
+def perturbed_copies(params: Params, names: Iterable[str], clusters: int, spread: float) -> Params:
+    """A model and copies of it (clusters, ...), with noise in the tensors of these names.
+
+    The noise is `spread` times a tensor's standard deviation. It is drawn by name and cluster.
+    """
+    chosen, copies = frozenset(names), {}
     for name, tensor in params.items():
-        stacked = tensor.expand(clusters, *tensor.shape).clone()
-        if tensor.is_floating_point() and tensor.numel() > 1:
-            scale = spread * tensor.std()
+        each = [tensor] * clusters
+        if name in chosen:
+            key = torch.tensor(name_address(name), device=tensor.device)
+            scale = spread * tensor.std(correction=0)
             for cluster in range(1, clusters):
-                key = torch.tensor(name_address(name), device=tensor.device)
                 noise = random.normal(random.fold_in(key, cluster), tensor.shape)
-                stacked[cluster] += scale * noise.to(tensor)
-        copies[name] = stacked
+                each[cluster] = tensor + scale * noise.to(tensor)
+        copies[name] = torch.stack(each)
     return copies
 
 
-def select(models: Params, weights: Tensor) -> Params:
-    """The mean of the clusters' models by these weights (clusters,); counters are rounded."""
-    shares = weights / weights.sum()
-    chosen = {}
-    for name, tensor in models.items():
+def one_hot(cluster: Tensor, models: Params) -> Tensor:
+    """A one for this cluster among zeros (clusters,), in the type of the models."""
+    like = next(tensor for tensor in models.values() if tensor.is_floating_point())
+    return (torch.arange(len(like), device=like.device) == cluster).to(like)
+
+
+def of_cluster(moved: Message, member: Tensor) -> Message:
+    """A client's change as one of all models (clusters, ...): 0 for those of other clusters."""
+    changes = {}
+    for name, tensor in moved.items():
         values = tensor if tensor.is_floating_point() else tensor.double()
-        mean = torch.tensordot(shares.to(values.dtype), values, dims=1)
-        chosen[name] = mean if tensor.is_floating_point() else mean.round().to(tensor.dtype)
-    return chosen
+        changes[name] = torch.tensordot(member.to(values.dtype), values, dims=0)
+    return {**changes, MEMBER: member}
 
 
-def mean_of_members(uploads: Uploads, choice: str) -> Message:
-    """The mean change of each cluster's members (clusters, ...); 0 without members.
+def add_mean_of_members(models: Params, mean: Message) -> Params:
+    """The models after the mean change of each cluster's members; without any, it stays.
 
-    `choice` names the part of an upload that says which cluster it is for.
+    `mean` is that of what `of_cluster` makes of all uploads.
     """
-
-    def of_cluster(upload: Message, sent: Message, profile: Params) -> Message:
-        own = {}
-        for name, tensor in upload.items():
-            if name != choice:
-                own[name] = torch.tensordot(upload[choice].to(tensor.dtype), tensor, dims=0)
-        return {**own, choice: upload[choice]}
-
-    summed = uploads.aggregate(of_cluster)
-    members = summed.pop(choice)
-    moved = {}
-    for name, tensor in summed.items():
-        count = members.reshape(-1, *(1,) * (tensor.dim() - 1)).to(tensor.dtype)
-        moved[name] = tensor / torch.where(count > 0, count, 1)
-    return moved
+    share, moved = mean[MEMBER], {}
+    for name in models:
+        of_model = share.reshape(-1, *(1,) * (mean[name].dim() - 1)).to(mean[name].dtype)
+        moved[name] = mean[name] / torch.where(of_model > 0, of_model, 1)
+    return add_change(models, moved)

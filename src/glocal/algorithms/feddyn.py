@@ -9,7 +9,7 @@ from glocal.algorithms.contract import Message, State, Update, Uploads, add_chan
 from glocal.algorithms.fedavg import FedAvg
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.training import Work, local_train
+from glocal.core.training import Work
 from glocal.core.trees import Params
 from glocal.wire.aggregation import Aggregation, Mean
 
@@ -43,11 +43,11 @@ class FedDyn(FedAvg):
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Training with the client's own linear term, near what was received."""
-        local, gradient = self._parts(private)
+        local = trees.without_prefix(_GRADIENT, private)
+        gradient = trees.under_prefix(_GRADIENT, private)
         objective = self.objective.near(trees.pick(message, gradient), self.alpha)
         objective = objective.plus_linear(trees.scale(-1.0, gradient))
-        trained = local_train(objective, {**local, **message}, work, self.optimizer)
-        update = self.update(trained, message, local)
+        update = self.train(objective, message, local, work)
         after = {name: g - self.alpha * update.upload[name] for name, g in gradient.items()}
         return update._replace(private={**update.private, **trees.with_prefix(_GRADIENT, after)})
 
@@ -67,9 +67,5 @@ class FedDyn(FedAvg):
 
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The private part trains alone."""
-        local, _ = self._parts(private)
-        update = self.train(self.objective.only(local), message, local, work)
+        update = super().adapt(message, trees.without_prefix(_GRADIENT, private), work)
         return update._replace(private={**private, **update.private})
-
-    def _parts(self, private: Params) -> tuple[Params, Params]:
-        return trees.without_prefix(_GRADIENT, private), trees.under_prefix(_GRADIENT, private)

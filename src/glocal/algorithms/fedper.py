@@ -21,4 +21,5 @@ class FedPer(FedAvg):
     @cached_property
     def split(self) -> Split:
         """The head is local."""
-        return Split.of(self.task.model, local=self.local or self.task.head_name)
+        local = self.task.head_name if self.local is None else self.local
+        return Split.of(self.task.model, local=local)

@@ -7,22 +7,20 @@ the lowest loss on its own data, trains it, and sends its change and its choice.
 import torch
 from torch import Tensor
 
-from glocal.algorithms.clusters import mean_of_members, number_of_clusters, perturbed_copies, select
-from glocal.algorithms.contract import (
-    Algorithm,
-    Message,
-    State,
-    Update,
-    Uploads,
-    add_change,
-    change,
+from glocal.algorithms.clusters import (
+    MEMBER,
+    add_mean_of_members,
+    of_cluster,
+    one_hot,
+    perturbed_copies,
+    require_clusters,
 )
+from glocal.algorithms.contract import Algorithm, Message, State, Update, Uploads, change
 from glocal.core import trees
-from glocal.core.training import Work, local_train, masked_mean, own_rows
+from glocal.core.training import Batch, WeightedSum, Work, batches, local_train, masked_mean
 from glocal.core.trees import Params
-from glocal.core.values import take_rows
 
-_CHOICE = "cluster"
+_CHOICE = "choice"
 
 
 class IFCA(Algorithm):
@@ -42,51 +40,58 @@ class IFCA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number_of_clusters(self, self.clusters, self.spread)
+        require_clusters(self, self.clusters)
 
     def init(self, params: Params) -> State:
-        """A model per cluster; a client belongs to none yet."""
-        models = perturbed_copies(params, self.clusters, self.spread)
-        like = next(tensor for tensor in params.values() if tensor.is_floating_point())
-        return State(models, {_CHOICE: like.new_zeros(self.clusters)})
+        """A model per cluster; a client has chosen none yet, which is -1."""
+        models = perturbed_copies(params, self.task.trainable, self.clusters, self.spread)
+        none = torch.tensor(-1, device=next(iter(models.values())).device)
+        return State(models, {_CHOICE: none})
 
     def upload_like(self, shared: Params) -> Message:
         """One model, and which it is."""
-        choice = torch.zeros(self.clusters, device=next(iter(shared.values())).device)
-        return {**{name: tensor[0] for name, tensor in shared.items()}, _CHOICE: choice}
+        first = {name: tensor[0] for name, tensor in shared.items()}
+        return {**first, MEMBER: one_hot(torch.tensor(0), shared)}
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """The best model is trained."""
-        choice = self._choose(message, work)
-        model = select(message, choice)
+        choice = self._losses(message, work).argmin()
+        member = one_hot(choice, message)
+        model = trees.mean(message, member)
         trained = local_train(self.objective, model, work, self.optimizer)
-        upload = {**change(trained.params, model), _CHOICE: choice.float()}
-        return Update(upload, {_CHOICE: choice.to(private[_CHOICE])}, {"loss": trained.loss})
+        upload = {**change(trained.params, model), MEMBER: member}
+        return Update(upload, {_CHOICE: choice}, {"loss": trained.loss})
 
     def server_update(
         self, shared: Params, server: Params, uploads: Uploads
     ) -> tuple[Params, Params]:
         """Each cluster's model moves by the mean of its members' changes."""
-        return add_change(shared, mean_of_members(uploads, _CHOICE)), server
+
+        def of_own_cluster(upload: Message, sent: Message, profile: Params) -> Message:
+            return of_cluster(trees.drop(upload, [MEMBER]), upload[MEMBER])
+
+        return add_mean_of_members(shared, uploads.aggregate(of_own_cluster)), server
 
     def personal(self, shared: Params, private: Params) -> Params:
         """The model of the client's cluster; of the first one before it has chosen."""
-        first = torch.eye(self.clusters, device=private[_CHOICE].device)[0].to(private[_CHOICE])
-        return select(shared, torch.where(private[_CHOICE].any(), private[_CHOICE], first))
+        return trees.mean(shared, one_hot(private[_CHOICE].clamp(min=0), shared))
 
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """A new client chooses a cluster, and trains nothing."""
-        update = self.client_update(message, private, work.epochs(0, 1))
-        return update._replace(upload=trees.zeros_like(update.upload))
+        losses = self._losses(message, work)
+        nothing = trees.zeros_like(self.upload_like(message))
+        loss = WeightedSum(losses.min(), torch.ones_like(losses[0]))
+        return Update(nothing, {_CHOICE: losses.argmin()}, {"loss": loss})
 
-    def _choose(self, models: Params, work: Work) -> Tensor:
-        """Which model has the lowest loss on the client's own rows: a one among zeros."""
-        rows, mask = own_rows(work)
-        x, y = take_rows(work.examples.x, rows), take_rows(work.examples.y, rows)
-        losses = []
-        for cluster in range(self.clusters):
-            own = {name: tensor[cluster] for name, tensor in models.items()}
-            output = self.task.predict(own, x, mask)
-            losses.append(masked_mean(self.task.per_example(output, y), mask))
-        best = torch.stack(losses).argmin()
-        return (torch.arange(self.clusters, device=best.device) == best).to(losses[0])
+    def _losses(self, models: Params, work: Work) -> Tensor:
+        """The mean loss of every model on the client's own rows (clusters,)."""
+        total: Tensor | int = 0
+        for batch in batches(work.epochs(0, 1)):
+            losses = [self._loss(models, cluster, batch) for cluster in range(self.clusters)]
+            total = total + batch.mask.sum() * torch.stack(losses)
+        return total / (work.order[0] >= 0).sum()
+
+    def _loss(self, models: Params, cluster: int, batch: Batch) -> Tensor:
+        model = {name: tensor[cluster] for name, tensor in models.items()}
+        output = self.task.predict(model, batch.x, batch.mask)
+        return masked_mean(self.task.per_example(output, batch.y), batch.mask)

@@ -10,14 +10,13 @@ from glocal.algorithms.contract import (
     Update,
     Uploads,
     add_change,
-    change,
     require_numbers,
 )
 from glocal.algorithms.fedavg import FedAvg
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.optimizers import SGD
-from glocal.core.training import Work, local_train
+from glocal.core.training import Work
 from glocal.core.trees import Params
 from glocal.wire.aggregation import Aggregation, Mean
 
@@ -56,16 +55,14 @@ class Scaffold(FedAvg):
 
     def client_update(self, message: Message, private: Params, work: Work) -> Update:
         """Corrected training; the changes of weights and of the control variate are sent."""
-        model, control = (
-            trees.without_prefix(_CONTROL, message),
-            trees.under_prefix(_CONTROL, message),
-        )
-        local, own = trees.without_prefix(_OWN, private), trees.under_prefix(_OWN, private)
+        model, control = _split(_CONTROL, message)
+        local, own = _split(_OWN, private)
         objective = self.objective.plus_linear(trees.subtract(control, own))
-        trained = local_train(objective, {**local, **model}, work, self.optimizer)
-        update = self.update(trained, model, local)
-        way = work.num_steps * self.optimizer.lr_at(work.round_index)
-        delta = {name: -control[name] - update.upload[name] / way for name in own}
+        update = self.train(objective, model, local, work)
+        lr = self.optimizer.lr_at(work.round_index.double())
+        delta = {}
+        for name in own:
+            delta[name] = -control[name] - update.upload[name] / (work.num_steps * lr)
         return update._replace(
             upload={**update.upload, **trees.with_prefix(_CONTROL, delta)},
             private={**update.private, **trees.with_prefix(_OWN, trees.add(own, delta))},
@@ -75,11 +72,10 @@ class Scaffold(FedAvg):
         self, shared: Params, server: Params, uploads: Uploads
     ) -> tuple[Params, Params]:
         """Weights move by the mean change, the control variate by that of all clients."""
-        moved = uploads.aggregate()
-        control = trees.under_prefix(_CONTROL, moved)
+        moved, control = _split(_CONTROL, uploads.aggregate())
         weights = trees.scale(self.server_lr, trees.pick(moved, self.task.trainable))
-        all_controls = trees.with_prefix(_CONTROL, trees.scale(uploads.participation, control))
-        return add_change(shared, {**moved, **weights, **all_controls}), server
+        control = trees.with_prefix(_CONTROL, trees.scale(uploads.participation, control))
+        return add_change(shared, {**moved, **weights, **control}), server
 
     def personal(self, shared: Params, private: Params) -> Params:
         """The model without control variates."""
@@ -87,11 +83,10 @@ class Scaffold(FedAvg):
 
     def adapt(self, message: Message, private: Params, work: Work) -> Update:
         """The private part trains alone, uncorrected."""
-        model = trees.without_prefix(_CONTROL, message)
-        local = trees.without_prefix(_OWN, private)
-        update = self.train(self.objective.only(local), model, local, work)
-        controls = trees.pick(message, message.keys() - model.keys())
-        return update._replace(
-            upload={**update.upload, **change(controls, controls)},
-            private={**private, **update.private},
-        )
+        model, local = trees.without_prefix(_CONTROL, message), trees.without_prefix(_OWN, private)
+        update = super().adapt(model, local, work)
+        return update._replace(private={**private, **update.private})
+
+
+def _split(prefix: str, tree: Params) -> tuple[Params, Params]:
+    return trees.without_prefix(prefix, tree), trees.under_prefix(prefix, tree)

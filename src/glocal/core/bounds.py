@@ -9,7 +9,7 @@ from glocal.core.errors import InputError, describe_value
 
 MILLION = 10**6
 MAX_ROUNDS = MAX_CLIENTS = MAX_EXAMPLES = MILLION
-MAX_EPOCHS = MAX_SEEDS = 1_000
+MAX_EPOCHS = MAX_SEEDS = MAX_CLUSTERS = 1_000
 MAX_WIDTH = 16_384  # two layers of this width hold a gigabyte
 MAX_WORKERS = 1_024
 MAX_SEED = 2**32 - 1  # the largest seed that scikit-learn accepts

@@ -198,6 +198,7 @@ def _mean_ratio(numerators: Tensor, denominators: Tensor) -> float | None:
 def auc(scores: Any, labels: Any) -> float:
     """Area under the ROC curve: how often a 1 has a higher score than a 0, ties counting half.
 
+    >>> import numpy
     >>> auc(numpy.array([0.1, 0.4, 0.4, 0.8]), numpy.array([0, 0, 1, 1]))
     0.875
     """

@@ -332,8 +332,9 @@ def _add_scaled(tree: Params, other: Params, scale: float) -> Params:
 
 
 def _zero_like(params: Params) -> Tensor:
-    """A counter () on the device of the params."""
-    return torch.zeros((), device=next(iter(params.values())).device)
+    """A counter () on the device of the params, of which there may be none."""
+    device = next((tensor.device for tensor in params.values()), None)
+    return torch.zeros((), device=device)
 
 
 def _one_minus_power(beta: float, steps: Tensor) -> Tensor:

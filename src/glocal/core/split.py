@@ -1,5 +1,6 @@
 """The split of a model: local tensors stay on the client, shared tensors are averaged."""
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -102,6 +103,21 @@ class Split:
             f"{percent:.2f} % of the model is sent each round: "
             f"{sent:,} of {total:,} parameters, {trees.nbytes(shared):,} bytes"
         )
+
+
+def with_frozen(model: nn.Module, frozen: Selector) -> nn.Module:
+    """The model with more of its parameters frozen: a copy that shares their values with it.
+
+    >>> model = with_frozen(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), "0")
+    >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ['1.weight', '1.bias']
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    chosen = [parameters[name] for name in _select(frozen, dict(parameters), {})]
+    if not any(parameter.requires_grad for parameter in chosen):
+        return model
+    shared = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in chosen}
+    return copy.deepcopy(model, shared)
 
 
 def first_layers(model: nn.Module, count: int) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from glocal.core.modules import (
     predictor,
     training_forward,
 )
-from glocal.core.split import layer_names
+from glocal.core.split import Selector, layer_names, with_frozen
 from glocal.core.training import (
     Augment,
     ModelLoss,
@@ -67,6 +67,8 @@ class Task:
     - `make_targets(x)` gives the targets where data have none; the inputs otherwise.
     - `head` names the module that takes the representation; by default the last layer with weights.
     - `pretext` is what the model learns from besides its targets.
+    - `frozen` selects parameters that nobody trains or sends, as in `Split.of`, besides those that
+      need no gradient. The task's model is then a copy, which shares their values.
     - `has_ignored` says that some targets are -100, which do not count; `fit` finds out.
 
     >>> task = Task(nn.Linear(4, 2), nn.CrossEntropyLoss(), metrics=["accuracy"])
@@ -84,10 +86,13 @@ class Task:
     make_targets: Callable[[Values], Values] | None = None
     head: str | None = None
     pretext: Pretext | None = None
+    frozen: Selector | None = None
     has_ignored: bool = False
 
     def __post_init__(self) -> None:
         require_model("task: the model", self.model)
+        if self.frozen is not None:
+            object.__setattr__(self, "model", with_frozen(self.model, self.frozen))
         for name in ("forward", "augment", "make_targets"):
             require_instance(f"task: {name}", getattr(self, name), Callable | None, "a function")
         require_choice("task: ensemble", self.ensemble, ENSEMBLES)
@@ -155,6 +160,17 @@ class Task:
                 "head needs a body before it; name the head with head="
             )
         return layers[-1]
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """Outputs and features of the head; one that is no linear layer is refused."""
+        head = self.model.get_submodule(self.head_name)
+        if not isinstance(head, nn.Linear):
+            raise InputError(
+                f"task: the head '{self.head_name}' is a {type(head).__name__}, and an nn.Linear "
+                "was expected; name one with head="
+            )
+        return head.out_features, head.in_features
 
     def initial_params(self) -> Params:
         """A copy of all tensors that are not frozen, those of a pretext's network included."""

@@ -26,7 +26,7 @@ def as_optimizer(given: object) -> Optimizer:
     """An optimizer of ours, or of one of torch's in a `functools.partial`.
 
     >>> as_optimizer(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    SGD(lr=0.1, momentum=0.9, weight_decay=0.0, lr_decay=0.0, lr_schedule=None)
+    SGD(lr=0.1, momentum=0.9, weight_decay=0, lr_decay=0.0, lr_schedule=None)
     """
     if isinstance(given, partial) and given.func in _KNOWN and not given.args:
         return _translated(given.func, given.keywords)

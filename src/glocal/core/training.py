@@ -170,9 +170,11 @@ class Objective(NamedTuple):
         return self._replace(trainable=self.trainable & frozenset(names))
 
     def near(self, anchor: Params, strength: float) -> "Objective":
-        """Add strength/2 * ||params - anchor||^2 over the trainable tensors."""
-        term = Proximal(trees.pick(anchor, self.trainable), strength)
-        return self._replace(proximal=(*self.proximal, term))
+        """Add strength/2 * ||params - anchor||^2 over the trainable tensors, if there are any."""
+        chosen = trees.pick(anchor, self.trainable)
+        if not chosen:
+            return self
+        return self._replace(proximal=(*self.proximal, Proximal(chosen, strength)))
 
     def plus_linear(self, direction: Params) -> "Objective":
         """Add <direction, params> over the trainable tensors."""
@@ -344,13 +346,6 @@ def batches(work: Work) -> Iterator[Batch]:
     keys = work.flat_keys
     for step in range(len(rows)):
         yield take_batch(work.examples, rows[step], mask[step], keys[step])
-
-
-def own_rows(work: Work) -> tuple[Tensor, Tensor]:
-    """A client's rows once each, those of the first epoch, and their mask (rows,)."""
-    first = work.order[0].flatten()
-    rows, mask = row_indices(first[None], work.pad_row)
-    return rows[0], mask[0]
 
 
 def row_indices(order: Tensor, pad_row: Tensor) -> tuple[Tensor, Tensor]:

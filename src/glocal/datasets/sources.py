@@ -30,7 +30,7 @@ from glocal.datasets.texts import Texts, read_texts
 def load_dataset(name: str, *, report: ProgressCallback = no_progress) -> Dataset:
     """Load a data set by name; download it first if necessary.
 
-    >>> load("digits").train.x.shape
+    >>> load_dataset("digits").train.x.shape
     torch.Size([1347, 1, 8, 8])
     """
     require_instance("data: the name of a data set", name, str, "a text")

@@ -22,7 +22,11 @@ from glocal.engines.protocol import (
 
 
 class ThreadPool(Generic[ResultT]):
-    """Runs the function in several threads; the fused step must support its local training."""
+    """Runs the function in several threads; the fused step must support its local training.
+
+    The very first task runs alone. It traces the model, which patches the calls of all modules
+    while it lasts, and other tasks may call one: an algorithm that evaluates models, such as IFCA.
+    """
 
     def __init__(
         self, function: ClientFunction[ResultT], *, workers: int, fused: FusedCpuTraining
@@ -31,6 +35,7 @@ class ThreadPool(Generic[ResultT]):
         self.workers = workers
         self.fused = fused
         self.pool: ThreadPoolExecutor | None = None
+        self.has_traced = False
 
     def __call__(
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
@@ -55,6 +60,9 @@ class ThreadPool(Generic[ResultT]):
         futures = {}
         for index in longest_first:
             futures[index] = pool.submit(self._one, tasks[index], examples, round_index)
+            if not self.has_traced:
+                futures[index].result()
+                self.has_traced = True
         return [futures[index].result() for index in range(len(tasks))]
 
     def _start_threads(self) -> ThreadPoolExecutor:

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Forgetting(NamedTuple):
-    """A metric of which higher is better, at the first, the best and the last evaluation.
+    """A metric at the first, the best and the last evaluation.
 
-    Forgetting is how far the last is below the best earlier one. It is negative where the last is
-    the best: the group is still learning.
+    Forgetting is how much worse the last is than the best earlier one. It is negative where the
+    last is the best: the group is still learning.
     """
 
     first: float
@@ -23,14 +23,19 @@ class MetricHistory(NamedTuple):
     values: list[float]
     present: list[int]
 
-    def summary(self) -> Forgetting | None:
+    def summary(self, *, higher_is_better: bool = True) -> Forgetting | None:
         """First, best and last value, and forgetting; None without an evaluation.
 
         >>> MetricHistory([1, 10, 20], [0.5, 0.75, 0.25], [3, 3, 0]).summary()
         Forgetting(first=0.5, best=0.75, last=0.25, forgetting=0.5)
+        >>> errors = MetricHistory([1, 10, 20], [2.0, 1.0, 1.5], [3, 3, 0])
+        >>> errors.summary(higher_is_better=False)
+        Forgetting(first=2.0, best=1.0, last=1.5, forgetting=0.5)
         """
         if not self.values:
             return None
+        best = max if higher_is_better else min
         *earlier, last = self.values
-        forgetting = max(earlier, default=last) - last
-        return Forgetting(self.values[0], max(self.values), last, forgetting)
+        before = best(earlier, default=last)
+        forgetting = before - last if higher_is_better else last - before
+        return Forgetting(self.values[0], best(self.values), last, forgetting)

@@ -119,18 +119,20 @@ def build_experiment(
 def warm_start_params(algorithm: Algorithm, state: GroupState) -> Params:
     """The model that others start from: that of a client which has not trained.
 
-    All shared tensors are as they are now.
+    What it would be sent is as it is now.
     """
     if not state.shared:
         raise InputError(
             f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; "
             "use another experiment"
         )
+    sent = algorithm.download(state.shared, state.profiles.initial)
     initial = algorithm.personal(state.shared, state.private.initial)
-    names = algorithm.task.initial_params()
-    return {
-        name: state.shared.get(name, initial.get(name, tensor)) for name, tensor in names.items()
-    }
+    params = {}
+    for name, tensor in algorithm.task.initial_params().items():
+        is_sent = name in sent and sent[name].shape == tensor.shape  # not models of clusters
+        params[name] = sent[name] if is_sent else initial.get(name, tensor)
+    return params
 
 
 def as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:

@@ -116,23 +116,32 @@ def subgroup_figures(
     return by_seed
 
 
-def subgroup_history(rows: Sequence[Json], name: str, seed: int) -> MetricHistory:
-    """The metric of a subgroup over the rounds of a run, from its rows."""
+def subgroup_history(
+    rows: Sequence[Json], name: str, seed: int, *, group: str = ""
+) -> MetricHistory:
+    """The metric of a subgroup's clients in a group over the rounds of a run, from its rows."""
     history = MetricHistory([], [], [])
     for row in rows:
+        if (row["seed"], row.get("group", "")) != (seed, group):
+            continue
         entry = (row.get("subgroups") or {}).get(name)
-        if row["seed"] == seed and entry and entry["value"] is not None:
+        if entry and entry["value"] is not None:
             history.rounds.append(row["round"] + 1)
             history.values.append(entry["value"])
             history.present.append(entry["present"])
     return history
 
 
-def summarize_subgroups(rows: Sequence[Json], experiment: Experiment, seed: int) -> Json:
-    """A summary of each subgroup's metric, for JSON."""
+def summarize_subgroups(
+    rows: Sequence[Json], experiment: Experiment, place: int, seed: int
+) -> Json:
+    """A summary of the metric of each subgroup's clients in a group, for JSON."""
+    group = experiment.groups[place]
     table: Json = {}
+    higher_is_better = group.algorithm.task.metric.higher_is_better
     for name in experiment.subgroups:
-        summary = subgroup_history(rows, name, seed).summary()
+        history = subgroup_history(rows, name, seed, group=group.name)
+        summary = history.summary(higher_is_better=higher_is_better)
         table[name] = summary and summary._asdict()
     return table
 

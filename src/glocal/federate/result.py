@@ -76,11 +76,18 @@ class Result:
             phrase = f"{metric.name} {describe_value_of(metric, self.metrics.mean(metric.name))}"
             if self.metrics.where(metric=metric.name, split="new"):
                 new = describe_value_of(metric, self.metrics.mean(metric.name, "new"))
-                phrase += f", new clients {new}"
-            undefined = self.metrics.undefined(metric.name)
-            tested = len(self.metrics.where(metric=metric.name, split="test"))
-            phrases.append(f"{phrase} ({undefined} of {tested} undefined)" if undefined else phrase)
+                phrase += f", New Test {new}"
+            phrases.append(f"{phrase}{self._undefined(metric)}")
         return phrases
+
+    def _undefined(self, metric: Metric) -> str:
+        """For how many clients a metric is undefined; nothing where it is defined for all."""
+        undefined = self.metrics.undefined(metric.name)
+        if not undefined:
+            return ""
+        tested = len(self.metrics.where(metric=metric.name, split="test"))
+        seeds = "" if len(self.seeds) == 1 else f" over {len(self.seeds)} seeds"
+        return f" ({undefined} of {tested} clients undefined{seeds})"
 
     @property
     def algorithm(self) -> Algorithm:

@@ -341,9 +341,7 @@ def _server_step(
     does not count gets the weight 0.
     """
     if uploads.num_examples.is_cuda and algorithm.aggregation.is_mean:
-        counted = _finite_rows(uploads.messages, losses)
-        masked = uploads.masked(counted)
-        return *algorithm.server_update(state.shared, state.server, masked), counted
+        return masked_step(algorithm, state, uploads, losses)
     everybody = torch.ones(len(losses), dtype=torch.bool, device=losses.device)
     if algorithm.aggregation.is_mean:
         after = algorithm.server_update(state.shared, state.server, uploads)
@@ -353,6 +351,18 @@ def _server_step(
     if not counted.any():
         return state.shared, state.server, counted
     return *algorithm.server_update(state.shared, state.server, uploads.only(counted)), counted
+
+
+def masked_step(
+    algorithm: Algorithm, state: TrainingState, uploads: Uploads, losses: Tensor
+) -> tuple[Params, Params, Tensor]:
+    """The same without a look at any value; if nobody counts, both trees stay as they are."""
+    counted = _finite_rows(uploads.messages, losses)
+    masked = uploads.masked(counted)
+    shared, server = algorithm.server_update(state.shared, state.server, masked)
+    anybody = counted.any()
+    after = trees.where(anybody, shared, state.shared)
+    return after, trees.where(anybody, server, state.server), counted
 
 
 def _is_finite(tree: Params) -> bool:

@@ -43,7 +43,7 @@ from glocal.federate.rounds import (
     start_state,
     start_wires,
 )
-from glocal.federate.scoring import Score, Scores, Scoring, personal_parts
+from glocal.federate.scoring import Score, Scores, Scoring, Subgroups, personal_parts
 from glocal.wire import Ledger, Wire
 
 
@@ -337,7 +337,7 @@ class Run:
         is_validated = progress.done % self._placed.evaluation.every == 0
         if is_validated:
             progress, scores = self._scoring.validate(progress, index)
-        tables: list[Json] | None = None
+        tables: Subgroups = {}
         if index in self._scoring.evaluated_rounds:
             progress, tables = self._scoring.test_subgroups(progress, index, validated=is_validated)
         return progress, self._records(progress, reports, scores, tables)
@@ -371,7 +371,7 @@ class Run:
         progress: RunProgress,
         reports: Sequence[RoundReport],
         scores: Scores,
-        tables: Sequence[Json] | None,
+        tables: Subgroups,
     ) -> list[RoundRecord]:
         records: list[RoundRecord] = []
         names = self.experiment.names()
@@ -396,7 +396,7 @@ class Run:
                     score=score.value,
                     validation=score.by_metric,
                     num_validated=score.num_clients,
-                    subgroups=tables[seed_place] if tables is not None else None,
+                    subgroups=tables.get((seed_place, place)),
                 )
                 records.append(record)
         return records
@@ -411,8 +411,10 @@ class Run:
         tables = [result.as_dict() for result in results]
         if self._placed.phases:
             rows = read_rows(folder / "rows.jsonl")
-            for table in tables:
-                table["subgroups"] = summarize_subgroups(rows, self._placed, table["seed"])
+            names = [group.name for group in self._placed.groups]
+            for result, table in zip(results, tables, strict=True):
+                place = names.index(result.group)
+                table["subgroups"] = summarize_subgroups(rows, self._placed, place, result.seed)
         write_json(folder / "result.json", tables)
         if self.options.save == "metrics":
             checkpoint.drop_tensors(self.progress)

@@ -51,6 +51,7 @@ class Score(NamedTuple):
 
 
 Scores = dict[tuple[int, int], Score]  # by seed and group
+Subgroups = dict[tuple[int, int], Json]  # a table of subgroups, by seed and group
 
 
 class Scoring:
@@ -108,16 +109,16 @@ class Scoring:
 
     def test_subgroups(
         self, progress: RunProgress, round_index: int, *, validated: bool
-    ) -> tuple[RunProgress, list[Json]]:
-        """Each seed's metric by subgroup, over all clients that were present so far."""
-        tables: list[Json] = [{} for _ in progress.states]
+    ) -> tuple[RunProgress, Subgroups]:
+        """The metric by subgroup, over all clients of a group that were present so far."""
+        tables: Subgroups = {}
         ledgers = [list(own) for own in progress.ledgers]
         for place, evaluator in enumerate(self.evaluators):
             figures = subgroup_figures(
                 self.experiment, evaluator, progress.states, place, round_index
             )
             for seed, state in enumerate(progress.states):
-                tables[seed] |= figures[seed]
+                tables[seed, place] = figures[seed]
                 here = self.data_now(place, seed, round_index)
                 # whoever was validated just now has the shared tree already
                 reached = (here.test.sizes > 0) & ~(validated & (here.val.sizes > 0))

@@ -87,21 +87,14 @@ def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[Me
 def _row(
     run: RunData, record: ExperimentRecord, name: str, histories: Sequence[MetricHistory]
 ) -> str:
-    summaries = [summary for each in histories if (summary := _summary(run.metric, each))]
+    summaries: list[Forgetting] = []
+    for history in histories:
+        summary = history.summary(higher_is_better=run.metric.higher_is_better)
+        if summary is not None:
+            summaries.append(summary)
     cells = "".join(f"<td>{cell}</td>" for cell in _cells(run.metric, summaries))
     group = f'<td class="name">{line_sample(_line_style(run, name))}{escape(name)}</td>'
     return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{group}{cells}</tr>'
-
-
-def _summary(metric: MetricFormat, history: MetricHistory) -> Forgetting | None:
-    """A group's summary; of a metric of which lower is better, that of its negative."""
-    if metric.higher_is_better:
-        return history.summary()
-    negated = history._replace(values=[-value for value in history.values])
-    summary = negated.summary()
-    if summary is None:
-        return None
-    return Forgetting(-summary.first, -summary.best, -summary.last, summary.forgetting)
 
 
 def _cells(metric: MetricFormat, summaries: Sequence[Forgetting]) -> Iterable[str]:

@@ -188,7 +188,7 @@ def build_task(
     augment = _augmentation(settings.data, federation)
     if augment is not None:
         changes["augment"] = augment
-    for name in ("ensemble", "head"):
+    for name in ("ensemble", "head", "frozen"):
         if getattr(own, name) is not None:
             changes[name] = getattr(own, name)
     task = replace(task, **changes) if changes else task

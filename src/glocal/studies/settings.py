@@ -121,13 +121,15 @@ class TaskSettings:
 
     A kind is classification, regression, multilabel or tokens; a function of your own
     ("module:function") gets the model and gives a `Task`. The first metric is the one that figures
-    are about; without `metrics` they are those of the kind.
+    are about; without `metrics` they are those of the kind. `frozen` names parts of the model that
+    nobody trains or sends.
     """
 
     kind: str = "classification"
     metrics: tuple[str, ...] | None = None
     ensemble: str | None = None
     head: str | None = None
+    frozen: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class RunSettings:
     new_test_members: int = count_field(200, maximum=MAX_CLIENTS)
 
     def __post_init__(self) -> None:
+        require_counts("settings: run.", self)
         if self.tests not in ("both", "local"):
             raise InputError(
                 f"settings: run.tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)"
