@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError, describe_value
+from glocal.core.one_line import one_line
 from glocal.core.spec import Spec, spec_of
 from glocal.core.task import Task
 from glocal.core.torch_optimizers import as_optimizer
@@ -40,6 +41,8 @@ class State(NamedTuple):
     server: Params = {}  # noqa: RUF012
     profile: Params = {}  # noqa: RUF012
 
+    __repr__ = one_line
+
 
 class Update(NamedTuple):
     """The result of a client's round; `upload` and `metrics` leave the client, `private` stays.
@@ -50,6 +53,8 @@ class Update(NamedTuple):
     upload: Message
     private: Params
     metrics: dict[str, WeightedSum]
+
+    __repr__ = one_line
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Uploads:
     aggregation: Aggregation
     mean: Message | None = None
     counted: Tensor | None = None
+
+    __repr__ = one_line
 
     @property
     def num_sampled(self) -> int | Tensor:

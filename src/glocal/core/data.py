@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glocal.core.errors import InputError, describe_error, describe_value, suggest_name
+from glocal.core.one_line import one_line
 from glocal.core.sampling import make_rng
 from glocal.core.values import (
     Values,
@@ -41,6 +42,8 @@ class Examples(NamedTuple):
     x: Values
     y: Values
     group: Tensor | None = None
+
+    __repr__ = one_line
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +95,8 @@ class ClientData:
     examples: Examples
     rows: tuple[Rows, ...]
     names: tuple[str, ...] = ()
+
+    __repr__ = one_line
 
     @property
     def num_clients(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glocal.core.checks import require_flag, require_instance
 from glocal.core.errors import InputError, describe_value
+from glocal.core.one_line import one_line
 from glocal.core.training import Batch
 
 PerExample = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
@@ -37,6 +38,8 @@ class Metric:
     finish: Finish | None = None
     higher_is_better: bool = True
     is_fraction: bool = False
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         """Refuse a name with spaces, and anything but one function."""

@@ -24,6 +24,7 @@ from glocal.core.bounds import (
 )
 from glocal.core.checks import require_instance
 from glocal.core.errors import InputError
+from glocal.core.one_line import one_line
 
 IntArray = npt.NDArray[np.int64]
 
@@ -63,6 +64,8 @@ class Availability(NamedTuple):
     available: IntArray
     always: IntArray
     dropouts: IntArray
+
+    __repr__ = one_line
 
     @classmethod
     def of(

@@ -18,6 +18,7 @@ from glocal.core.model_tensors import (
     require_model,
     unique_tensors,
 )
+from glocal.core.one_line import one_line
 from glocal.core.trees import Params
 
 Term = str | Callable[[str, Tensor], bool]
@@ -30,6 +31,8 @@ class Split:
 
     local: frozenset[str]
     shared: frozenset[str]
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         for side in ("local", "shared"):

@@ -14,6 +14,7 @@ from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.losses import PerExampleLoss, PerExampleValues
 from glocal.core.modules import Adapt, Forward, trainable_names
+from glocal.core.one_line import one_line
 from glocal.core.optimizers import Optimizer
 from glocal.core.torch_optimizers import as_optimizer
 from glocal.core.trees import Params
@@ -38,6 +39,8 @@ class WeightedSum(NamedTuple):
 
     total: Tensor
     weight: Tensor
+
+    __repr__ = one_line
 
     @property
     def mean(self) -> Tensor:
@@ -64,6 +67,8 @@ class Work(NamedTuple):
     round_index: Tensor
     full_steps: int = 0
     trainer: "LocalTrainer | None" = None
+
+    __repr__ = one_line
 
     @classmethod
     def of(
@@ -156,6 +161,8 @@ class Objective(NamedTuple):
     trainable: frozenset[str]
     proximal: tuple[Proximal, ...] = ()
     linear: Params = {}  # noqa: RUF012  (never changed)
+
+    __repr__ = one_line
 
     def value(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """The loss plus all proximal terms (), and the buffers after the step."""

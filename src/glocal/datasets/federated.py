@@ -15,6 +15,7 @@ from glocal.core.checks import require_instance, require_number, require_path
 from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate, hold_out
 from glocal.core.errors import InputError, describe_error, describe_value
 from glocal.core.hold_out import hold_out_share
+from glocal.core.one_line import one_line
 from glocal.core.sampling import IntArray, make_rng
 from glocal.datasets.dataset import Dataset
 from glocal.datasets.partitions import ClientRows, Partitioner, class_labels
@@ -39,6 +40,8 @@ class FederatedData:
     val: ClientData
     test: ClientData
     unlabeled: ClientData | None = None
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         for part in ("train", "val", "test"):

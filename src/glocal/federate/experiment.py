@@ -29,6 +29,7 @@ from glocal.core.checks import require_flag, require_instance, require_items
 from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError, describe_value
 from glocal.core.files import Json
+from glocal.core.one_line import one_line
 from glocal.core.sampling import Availability, IntArray, Plan, sample_available, sample_clients
 from glocal.core.spec import Spec, spec_of
 from glocal.core.trees import Params
@@ -53,6 +54,8 @@ class Group:
     name: str = ""
     params: tuple[Params, ...] = ()
     spent: tuple[Ledger, ...] = ()
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         require_algorithm("group: algorithm", self.algorithm)
@@ -101,6 +104,8 @@ class Phase:
     first_round: int
     availability: Availability
     data: tuple[tuple[FederatedData, ...], ...] = ()
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         require_count("phase: first_round", self.first_round, 0, MAX_ROUNDS)
@@ -157,6 +162,8 @@ class Experiment:
     subgroups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pretraining: Pretraining | None = None
     about: Json = field(default_factory=dict)
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         _require_types(self)

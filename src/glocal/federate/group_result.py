@@ -15,6 +15,7 @@ from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, read_tensors, write_tensors
 from glocal.core.model_tensors import base_fingerprint, client_tensors, require_model
 from glocal.core.modules import client_state_dict, state_dict
+from glocal.core.one_line import one_line
 from glocal.core.sampling import Plan
 from glocal.core.store import GroupState
 from glocal.core.task import Task
@@ -50,6 +51,8 @@ class GroupResult:
     stopped: str = ""
     uplink: Codec = Identity()
     extras: Json = field(default_factory=dict)
+
+    __repr__ = one_line
 
     @property
     def seed(self) -> int:

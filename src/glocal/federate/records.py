@@ -5,6 +5,7 @@ from typing import Any
 
 from glocal.core.files import Json
 from glocal.core.metric import Metric
+from glocal.core.one_line import one_line
 from glocal.wire import Ledger
 
 _PURPOSES = ("download", "upload", "evaluation", "ensemble", "metrics")
@@ -38,6 +39,8 @@ class RoundRecord:
     num_validated: int = 0
     subgroups: Json | None = None
     seconds: float = 0.0
+
+    __repr__ = one_line
 
     def as_row(self) -> Json:
         """For JSON lines, without the seconds: a resumed run has the same bytes."""

@@ -70,6 +70,10 @@ class Run:
         self.experiment = prepare_experiment(experiment)
         self.stop_reason = ""
 
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        return f"Run({self.experiment!r}{where})"
+
     def stop(self, reason: str) -> None:
         """End the run after this round; what was trained is tested."""
         self.stop_reason = reason

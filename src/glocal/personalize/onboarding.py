@@ -27,6 +27,7 @@ from glocal.core.checks import require_choice, require_instance
 from glocal.core.data import ClientData, Examples, Rows, read_examples
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.modules import state_dict
+from glocal.core.one_line import one_line
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
 from glocal.core.store import GroupState, PerClient
 from glocal.core.task import Task
@@ -62,6 +63,8 @@ class TrainedFederation(NamedTuple):
     state: GroupState
     clients: int
     uplink: Codec = Identity()
+
+    __repr__ = one_line
 
     @property
     def task(self) -> Task:

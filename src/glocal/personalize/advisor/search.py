@@ -23,6 +23,7 @@ from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.metric import Metric
 from glocal.core.model_tensors import canonical_names
+from glocal.core.one_line import one_line
 from glocal.core.sampling import IntArray, Plan, client_key, make_rng, to_batches
 from glocal.core.split import layer_names
 from glocal.core.store import GroupState, PerClient, TrainingState
@@ -161,6 +162,8 @@ class Advice:
     finished: bool
     cost: Cost
     seconds: float
+
+    __repr__ = one_line
 
     def as_dict(self) -> Json:
         """For JSON, without the seconds: the same inputs give the same bytes."""
