@@ -129,7 +129,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["plan.seeds=0"], "plan.seeds is 0"),
         (["plan.seed=-1"], "seed is -1"),
         (["run.select=test"], "select is 'test'; 'last', 'best' or a metric with its direction"),
-        (["run.engine=warp"], "engine: 'warp' is unknown"),
+        (["run.engine=warp"], "engine: name is 'warp'; known: auto"),
         (["run.device=abacus"], "device 'abacus' cannot be used here"),
         (["data.clients=5000"], "client"),
         (["data.validation=1"], "below 1"),

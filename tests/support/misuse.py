@@ -24,12 +24,13 @@ PROTOCOLS_AND_ERRORS = ("Callback", "GlocalWarning", "InputError")  # nobody giv
 class Row(NamedTuple):
     """A callable, valid arguments, and what is done with what it returns.
 
-    What is accepted has to work: an algorithm has to train, a selector has to select.
+    What is accepted has to work: an algorithm has to train, a selector has to select. Records that
+    the library makes are not used.
     """
 
     call: Callable[..., Any]
     arguments: dict[str, Any]
-    use: Callable[[Any], object] = bool.__class__  # nothing
+    use: Callable[[Any], object] = id
 
 
 # ---- a small world
@@ -601,18 +602,12 @@ def called(row: Row, parameter: str, value: object) -> object:
     """The call with one value in place of a valid one, and then its use."""
     kinds = {each.name: each.kind for each in inspect.signature(row.call).parameters.values()}
     arguments = {**row.arguments, parameter: value}
-    positional, named = [], {}
-    for name, given in arguments.items():
-        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            positional += [value] if name == parameter else given
-        elif (
-            kinds[name] is inspect.Parameter.POSITIONAL_ONLY
-            or inspect.Parameter.VAR_POSITIONAL in kinds.values()
-        ):
-            positional.append(given)
-        else:
-            named[name] = given
-    return row.use(row.call(*positional, **named))
+    several = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
+    if not several:
+        return row.use(row.call(**arguments))
+    rest = (value,) if parameter in several else arguments[several[0]]
+    first = [given for name, given in arguments.items() if name not in several]
+    return row.use(row.call(*first, *rest))
 
 
 class HangError(BaseException):

@@ -34,6 +34,9 @@ class State(NamedTuple):
     - `private`: what one client remembers; it is never sent.
     - `server`: what the server remembers; it is never sent, and `download` cannot see it.
     - `profile`: what the server remembers about one client.
+
+    >>> State(shared={"weight": torch.zeros(2, 3)}).private
+    {}
     """
 
     shared: Params
@@ -48,6 +51,10 @@ class Update(NamedTuple):
     """The result of a client's round; `upload` and `metrics` leave the client, `private` stays.
 
     An upload is a change, not new weights. One of the metrics is the "loss".
+
+    >>> loss = WeightedSum(torch.tensor(3.0), torch.tensor(2.0))
+    >>> Update({"weight": torch.zeros(2)}, {}, {"loss": loss}).metrics["loss"].mean
+    tensor(1.5000)
     """
 
     upload: Message
@@ -64,6 +71,12 @@ class Uploads:
     `messages`, `sent` (what these clients had been sent) and `profiles` are (clients, ...),
     `num_examples` is (clients,). Under secure aggregation there are no single messages: `mean` is
     all that the server knows.
+
+    >>> sent = {"w": torch.zeros(2, 1)}
+    >>> sizes, now = torch.tensor([3, 1]), torch.tensor(0)
+    >>> uploads = Uploads({"w": torch.tensor([[2.0], [6.0]])}, sent, {}, sizes, 10, now, Mean())
+    >>> uploads.aggregate(), uploads.participation
+    ({'w': tensor([3.])}, 0.2)
     """
 
     messages: Message
@@ -143,6 +156,15 @@ class Algorithm(_FrozenDataclass):
     `optimizer` is `SGD`, `Adam` or `AdamW`, or one of torch's with its settings, such as
     `functools.partial(torch.optim.SGD, lr=0.1)`. Where `adapt_before_evaluation` is set, a client
     is tested with its model after `adapt`.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> class Frozen(Algorithm):
+    ...     def client_update(self, message, private, work):
+    ...         return Update(change(message, message), private, {})
+    ...
+    >>> Frozen(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).word
+    'frozen'
     """
 
     task: Task

@@ -24,7 +24,10 @@ def count_field(default: Any = MISSING, *, minimum: int = 1, maximum: int = MILL
 
 
 def require_counts(prefix: str, settings: Any) -> None:
-    """Refuse a dataclass with a count out of bounds; the message has `prefix` before its name."""
+    """Refuse a dataclass with a count out of bounds; the message has `prefix` before its name.
+
+    Whole numbers of NumPy become Python's.
+    """
     for part in fields(settings):
         if "count" not in part.metadata:
             continue
@@ -34,6 +37,8 @@ def require_counts(prefix: str, settings: Any) -> None:
         counts = value if isinstance(value, tuple) and tuple in kinds else (value,)
         for count in counts:
             require_count(prefix + part.name, count, *part.metadata["count"])
+        if isinstance(value, Integral):  # NumPy's cannot be written as JSON
+            object.__setattr__(settings, part.name, int(value))
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -37,6 +37,10 @@ class Examples(NamedTuple):
 
     `group` holds facts about each example that are no input of the model, such as a person's
     protected attributes or the answers of other people.
+
+    >>> examples = Examples(torch.zeros(5, 3), torch.tensor([0, 1, 0, 1, 1]))
+    >>> examples.num_rows, examples.has_targets
+    (5, True)
     """
 
     x: Values
@@ -90,6 +94,11 @@ class ClientData:
     """The data of all clients: one store of examples, and the row numbers of each client.
 
     Clients are numbered; `names` has a name for each of them, or nothing.
+
+    >>> examples = Examples(torch.zeros(5, 3), torch.arange(5))
+    >>> clients = ClientData(examples, (np.array([0, 1]), np.array([2, 3, 4])), ("ulm", "bonn"))
+    >>> clients.sizes.tolist(), clients.of("bonn").y.tolist()
+    ([2, 3], [2, 3, 4])
     """
 
     examples: Examples
@@ -272,6 +281,10 @@ def _read_tensor(given: Any, label: str) -> Tensor:
             f"data: {label} cannot be read as a tensor ({describe_error(error)}); "
             "numbers of one shape were expected"
         ) from error
+    if tensor.is_meta:
+        raise InputError(
+            f"data: {label} are on the device meta, which holds no values; give them on the cpu"
+        )
     if tensor.is_complex():
         raise InputError(f"data: {label} are complex numbers; real ones were expected")
     return tensor.detach()

@@ -9,7 +9,15 @@ _PRINTABLE = 10**20  # larger numbers are not printed in full
 
 
 class InputError(ValueError):
-    """The input is wrong; the command line prints the message as one line and exits with code 2."""
+    """The input is wrong; the command line prints the message as one line and exits with code 2.
+
+    >>> import glocal
+    >>> try:
+    ...     glocal.SGD(lr=-1)
+    ... except glocal.InputError as error:
+    ...     print(error)
+    optimizer: lr is -1; a number above 0 was expected
+    """
 
 
 class DivergedError(InputError):
@@ -20,7 +28,15 @@ class DivergedError(InputError):
 
 
 class GlocalWarning(UserWarning):
-    """A message of one line that the user should see once; the work continues."""
+    """A message of one line that the user should see once; the work continues.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always", GlocalWarning)
+    ...     warnings.warn("disk: it is nearly full", GlocalWarning, stacklevel=1)
+    >>> caught[0].category.__name__
+    'GlocalWarning'
+    """
 
 
 def describe_error(error: BaseException) -> str:

@@ -30,6 +30,12 @@ class Metric:
     - `of_client` gives the figure of all of a client's examples at once, None where undefined.
 
     `is_fraction` says that the figure is printed as per cent.
+
+    >>> def is_near(outputs, targets):
+    ...     return ((outputs - targets).abs() < 1).float()
+    >>> near = Metric("near", per_example=is_near, is_fraction=True)
+    >>> near.figure(3.0, 4.0)
+    0.75
     """
 
     name: str

@@ -40,6 +40,9 @@ class StepLR:
     """The learning rate is multiplied by `gamma` after every `step_size` rounds.
 
     It depends on the round alone, so that every client knows it.
+
+    >>> SGD(lr=0.1, lr_schedule=StepLR(gamma=0.5, step_size=10)).lr_at(10)
+    0.05
     """
 
     gamma: float = 0.5
@@ -146,6 +149,9 @@ class Adam:
     """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`.
 
     The learning rate in round t is lr / (1 + lr_decay * t), times the factor of `lr_schedule`.
+
+    >>> Adam(lr=0.001, lr_schedule=StepLR(gamma=0.5, step_size=10)).betas
+    (0.9, 0.999)
     """
 
     lr: float

@@ -35,6 +35,9 @@ class Plan:
 
     `first_round` > 0 continues the numbering of a warm start. With `max_tokens`, a batch of texts
     has at most `batch_size` rows, and rows times its longest text are at most `max_tokens`.
+
+    >>> Plan(rounds=20, clients_per_round=5, first_round=10).total_rounds
+    30
     """
 
     rounds: int = count_field(maximum=MAX_ROUNDS)
@@ -59,6 +62,9 @@ class Availability(NamedTuple):
 
     `available` clients are sampled from, `always` clients take part in addition, and `dropouts`
     may be sampled but leave before they answer.
+
+    >>> Availability.of([0, 1, 2], dropouts=[1]).dropouts.tolist()
+    [1]
     """
 
     available: IntArray

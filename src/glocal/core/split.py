@@ -27,7 +27,12 @@ Selector = Term | Iterable[Term]
 
 @dataclass(frozen=True)
 class Split:
-    """Every parameter and buffer of a model, by name, on exactly one side."""
+    """Every parameter and buffer of a model, by name, on exactly one side.
+
+    >>> split = Split.of(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), local="0")
+    >>> sorted(split.local), sorted(split.shared)
+    (['0.bias', '0.weight'], ['1.bias', '1.weight'])
+    """
 
     local: frozenset[str]
     shared: frozenset[str]
@@ -124,7 +129,11 @@ def with_frozen(model: nn.Module, frozen: Selector) -> nn.Module:
 
 
 def first_layers(model: nn.Module, count: int) -> tuple[str, ...]:
-    """A selector: the first `count` layers with weights, in the order of registration."""
+    """A selector: the first `count` layers with weights, in the order of registration.
+
+    >>> first_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 1)
+    ('0',)
+    """
     return tuple(_checked_layer_names(model, count)[:count])
 
 

@@ -35,7 +35,11 @@ class Batch(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """A mean that merges over steps, clients and processes: total / weight, each ()."""
+    """A mean that merges over steps, clients and processes: total / weight, each ().
+
+    >>> WeightedSum(torch.tensor(3.0), torch.tensor(2.0)).mean
+    tensor(1.5000)
+    """
 
     total: Tensor
     weight: Tensor
@@ -57,6 +61,11 @@ class Work(NamedTuple):
     row of the client's own, which stands where padding would be read. The first `full_steps` steps
     of every epoch are known to have real rows, so they need no guard. `trainer`, if an engine sets
     one, is a faster way to take the same steps.
+
+    >>> examples = Examples(torch.zeros(5, 3), torch.arange(5))
+    >>> order = torch.tensor([[[0, 2], [4, -1]]])  # one epoch of two steps; the last is padded
+    >>> int(Work.of(examples, order, torch.tensor(7), torch.tensor(0)).num_steps)
+    2
     """
 
     examples: Examples
@@ -155,6 +164,12 @@ class Objective(NamedTuple):
 
     Engines read an objective as data. Tensors that differ between clients belong in `proximal` and
     `linear`, because all clients have the same loss function.
+
+    >>> def square(params, batch):
+    ...     return params["w"].square().sum(), {}
+    >>> objective = Objective(square, frozenset(["w"])).near({"w": torch.ones(2)}, strength=0.1)
+    >>> len(objective.proximal), sorted(objective.trainable)
+    (1, ['w'])
     """
 
     loss: LossFn
@@ -303,6 +318,16 @@ def local_train(objective: Objective, params: Params, work: Work, optimizer: Opt
     The optimizer starts anew. A padded step is the identity: without the guard, momentum would go
     on moving the params of a client that has no more data, while clients with more data train in
     the same batch.
+
+    >>> from glocal import SGD
+    >>> def square(params, batch):
+    ...     return params["w"].square().sum() / 2, {}
+    >>> examples = Examples(torch.zeros(4, 1), torch.zeros(4))
+    >>> order = torch.tensor([[[0, 1], [2, 3]]])
+    >>> work = Work.of(examples, order, torch.tensor(0), torch.tensor(0))
+    >>> objective = Objective(square, frozenset(["w"]))
+    >>> local_train(objective, {"w": torch.tensor([1.0])}, work, SGD(lr=0.5)).params
+    {'w': tensor([0.2500])}
     """
     require_instance("local_train: the objective", objective, Objective, "a glocal.Objective")
     require_instance("local_train: the params", params, dict, "a dict of tensors")

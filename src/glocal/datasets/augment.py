@@ -17,6 +17,10 @@ def crop_and_flip(padding: int = 4, fill: tuple[float, ...] | None = None) -> Au
 
     `fill` is the colour of the padding, one value per channel; without it the padding is 0. Row r
     depends on the key and on r only, not on the number of rows.
+
+    >>> augment = crop_and_flip(2)  # for Task(..., augment=augment)
+    >>> augment(torch.zeros(5, 3, 8, 8), torch.tensor(0)).shape
+    torch.Size([5, 3, 8, 8])
     """
     require_count("augment: the padding", padding, 0, MAX_WIDTH)
     if fill is not None:

@@ -34,7 +34,12 @@ _MEMORY = 4 * 10**9  # bytes of one data set
 
 @dataclass(frozen=True)
 class FederatedData:
-    """The training, validation and test data of all clients, and their unlabelled inputs."""
+    """The training, validation and test data of all clients, and their unlabelled inputs.
+
+    >>> arrays = np.zeros((20, 3)), np.arange(20) % 2
+    >>> FederatedData.from_tensors({"ulm": arrays, "bonn": arrays}).num_clients
+    2
+    """
 
     train: ClientData
     val: ClientData

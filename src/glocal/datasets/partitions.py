@@ -35,7 +35,14 @@ def class_counts(data: ClientData, classes: int) -> IntArray:
 
 
 def iid(clients: int) -> Partitioner:
-    """IID: a random share of equal size for every client."""
+    """IID: a random share of equal size for every client.
+
+    >>> import glocal
+    >>> scheme = glocal.iid(10)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.num_clients
+    10
+    """
     _require_positive("clients", clients)
     return partial(_partition_iid, clients)
 
@@ -44,6 +51,12 @@ def shards(clients: int, classes_per_client: int) -> Partitioner:
     """A fixed number of classes per client, the same classes in training and test.
 
     A client has fewer only where the data set has fewer.
+
+    >>> import glocal
+    >>> scheme = glocal.shards(10, 2)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.train.of(0).y.unique().numel()
+    2
     """
     _require_positive("clients", clients)
     _require_positive("classes_per_client", classes_per_client)
@@ -55,6 +68,12 @@ def random_shards(clients: int, classes_per_client: int) -> Partitioner:
 
     Two shards of one class may go to one client, so some clients have fewer classes. With 100
     clients and two of ten classes each, 9.5 clients have one class, on average.
+
+    >>> import glocal
+    >>> scheme = glocal.random_shards(10, 2)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.train.of(0).y.unique().numel() <= 2
+    True
     """
     _require_positive("clients", clients)
     _require_positive("classes_per_client", classes_per_client)
@@ -62,7 +81,14 @@ def random_shards(clients: int, classes_per_client: int) -> Partitioner:
 
 
 def dirichlet(clients: int, alpha: float) -> Partitioner:
-    """Each class in proportions from Dir(alpha), equal in training and test (Hsu et al. 2019)."""
+    """Each class in proportions from Dir(alpha), equal in training and test (Hsu et al. 2019).
+
+    >>> import glocal
+    >>> scheme = glocal.dirichlet(10, alpha=0.5)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.num_clients
+    10
+    """
     _require_positive("clients", clients)
     require_number(
         "partition: alpha",
@@ -77,6 +103,10 @@ def natural(train_ids: npt.ArrayLike, test_ids: npt.ArrayLike) -> Partitioner:
     """One client per distinct id of the training examples, in sorted order of ids.
 
     Ids are numbers or names, one per row.
+
+    >>> scheme = natural(["ulm", "bonn", "ulm"], ["bonn"])
+    >>> scheme.names
+    ('bonn', 'ulm')
     """
     names, train_owners = np.unique(np.asarray(train_ids), return_inverse=True)
     test_names = np.asarray(test_ids)

@@ -25,6 +25,9 @@ class EngineConfig:
     `chunk_size` is the number of clients in one batched step. `workers` is the number of clients
     that are computed at once on a CPU, by default one per core. `fused` allows the library's own
     compiled steps, which exist for chains of plain layers.
+
+    >>> EngineConfig("workers", workers=4).num_workers
+    4
     """
 
     name: str = "auto"

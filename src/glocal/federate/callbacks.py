@@ -30,6 +30,11 @@ class Callback(Protocol):
 
     One that changes numbers, by stopping the run, is a dataclass with `changes_numbers` = True: its
     settings are then part of what a resumed run must have.
+
+    >>> class PrintLoss:
+    ...     def on_round(self, run, records):
+    ...         print(records[0].done, "of", records[0].rounds)
+    >>> require_callbacks([PrintLoss()])  # `fit` takes it: callbacks=[PrintLoss()]
     """
 
     def on_start(self, run: "Run") -> None:
@@ -86,6 +91,9 @@ class EarlyStopping:
     """Stop a run whose score on validation data has not improved for `patience` evaluations.
 
     The score is the metric that rounds are selected by, as the mean over seeds and groups.
+
+    >>> EarlyStopping(patience=3)  # for fit(..., callbacks=[...])
+    EarlyStopping(patience=3, min_improvement=0.0)
     """
 
     patience: int = count_field(5, maximum=MAX_ROUNDS)

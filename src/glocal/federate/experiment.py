@@ -47,6 +47,15 @@ class Group:
 
     `data` has an entry per seed, or one for all. `params` are the weights to start from, per seed
     or one for all; the model's own where there are none. `spent` is the traffic behind these.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> Group(algorithm, (data,), name="hospitals").num_clients
+    10
     """
 
     algorithm: Algorithm
@@ -99,6 +108,10 @@ class Phase:
 
     `data` are by group and seed, where they differ from the groups' own. A client that is absent
     keeps its test data, so that its model can be tested meanwhile.
+
+    >>> phases = (Phase(0, Availability.of([0, 1, 2])), Phase(5, Availability.of([1, 2, 3])))
+    >>> [sorted(phase.present()) for phase in phases]
+    [[0, 1, 2], [1, 2, 3]]
     """
 
     first_round: int
@@ -132,6 +145,9 @@ class Pretraining:
 
     With `labels`, clients train on their training data, and without on all of their inputs.
     `algorithm` says how, by its `adapt`; by default that of the group.
+
+    >>> Pretraining(epochs=3, labels=False).epochs
+    3
     """
 
     epochs: int = count_field(maximum=MAX_EPOCHS)
@@ -151,6 +167,17 @@ class Experiment:
 
     `subgroups` are sets of clients that are reported by themselves in a run with phases. `about` is
     what else must not change when a run is resumed.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> plan = Plan(rounds=5, clients_per_round=2)
+    >>> experiment = Experiment.of(algorithm, data, plan, seeds=(0, 1))
+    >>> experiment.num_clients, [plan.seed for plan in experiment.plans()]
+    (10, [0, 1])
     """
 
     groups: tuple[Group, ...]

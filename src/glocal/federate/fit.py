@@ -144,7 +144,7 @@ def as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(seeds, Sequence) and not isinstance(seeds, str):
         for seed in seeds:
             require_count("fit: a seed", seed, 0, MAX_SEED)
-        return tuple(seeds)
+        return tuple(map(int, seeds))
     require_count("fit: seeds", seeds, 1, MAX_SEEDS)
     return tuple(range(seeds))
 

@@ -25,6 +25,9 @@ class Evaluation:
 
     Without `new_test` there is no New Test, for which all clients would have to send their models.
     Its ensemble has at most `new_test_members` models, drawn from the seed.
+
+    >>> Evaluation(every=5, select="max accuracy").selects
+    True
     """
 
     every: int = count_field(10, maximum=MAX_ROUNDS)
@@ -78,6 +81,9 @@ class Options:
     `engine`, `chunk_size`, `workers`, `fused` and `precision` are those of `EngineConfig`. With a
     folder, a checkpoint is saved every `checkpoint_every` rounds. `save` = "everything" keeps all;
     "metrics" saves no models, and drops the tensors of the checkpoint at the end.
+
+    >>> Options(device="cpu", engine="looped").torch_device()
+    device(type='cpu')
     """
 
     device: str = "auto"

@@ -22,6 +22,17 @@ class RoundRecord:
       `score` is that of the `criterion`, by which rounds are selected.
     - `ledger` is the traffic so far.
     - `subgroups` has the metric of each set of clients that is reported by itself.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> experiment = glocal.Experiment.of(algorithm, data, glocal.Plan(1, clients_per_round=3))
+    >>> [[record]] = glocal.Run(experiment)
+    >>> record.done, record.rounds, len(record.clients), record.dropped
+    (1, 1, 3, ())
     """
 
     seed: int

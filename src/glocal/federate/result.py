@@ -42,6 +42,16 @@ class Result:
     """Every client's model and the metrics, for all seeds and groups of a run.
 
     `metrics` is a table with a row per seed, client, split and metric.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> type(result.model(3)).__name__, result.metrics.names, result.seeds
+    ('Sequential', ('accuracy',), (0,))
     """
 
     groups: tuple[GroupResult, ...]
@@ -225,7 +235,20 @@ class Result:
 
 
 def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> Result:
-    """A result that was saved; with several groups, `algorithm` is a table of them by name."""
+    """A result that was saved; with several groups, `algorithm` is a table of them by name.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> with TemporaryDirectory() as folder:
+    ...     again = glocal.load(result.save(folder), algorithm)
+    >>> again.local_test == result.local_test
+    True
+    """
     home = require_path("load: folder", folder)
     saved = require_format(read_json(home / _FILE, dict), home / _FILE)
     results: list[GroupResult] = []

@@ -51,6 +51,19 @@ class Run:
     """An experiment that is carried out: iterate over its rounds, then `finish`.
 
     With a folder everything is saved there, and the same experiment goes on where it was stopped.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> experiment = glocal.Experiment.of(algorithm, data, glocal.Plan(2, clients_per_round=3))
+    >>> run = glocal.Run(experiment)
+    >>> [len(records[0].clients) for records in run]
+    [3, 3]
+    >>> run.finish().seeds
+    (0,)
     """
 
     def __init__(

@@ -36,6 +36,16 @@ def alphas_of(result: Result | GroupResult) -> list[float]:
     """Each client's alpha: the weight of its own model in its predictions.
 
     Of several seeds, the first one's.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.APFL(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> alphas_of(result)[:2]
+    [0.5, 0.5]
     """
     require_instance("mixing: result", result, Result | GroupResult, "the result of a fit")
     one = result.group() if isinstance(result, Result) else result
@@ -69,6 +79,17 @@ def tune_alphas(
     The criterion is the loss, which is more precise than accuracy where examples are few. A
     client without validation data keeps its alpha. The shared model is sent to the clients for it,
     and counted; alphas never leave a client.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.APFL(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> tuned = tune_alphas(result, data, grid=(0.0, 1.0))
+    >>> {*alphas_of(tuned)} <= {0.0, 1.0}
+    True
     """
     require_instance("mixing: result", result, Result, "the result of a fit")
     require_data("mixing: data", data)

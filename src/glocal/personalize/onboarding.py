@@ -56,7 +56,18 @@ _MIN_STEPS = 100  # a client with few labels trains for more epochs, until it ha
 
 
 class TrainedFederation(NamedTuple):
-    """A trained federation; a new client gets the number `clients`, which is the next one."""
+    """A trained federation; a new client gets the number `clients`, which is the next one.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> glocal.TrainedFederation.from_result(result).clients
+    10
+    """
 
     algorithm: Algorithm
     plan: Plan
@@ -95,6 +106,9 @@ class JoinPlan:
     In each of these rounds, `existing_clients` of the others train too. The new client's local
     part starts as every client's did ("initial"), or as the mean of all trained ones ("average").
     The mean is better, but every trained client has to upload its local part for it once.
+
+    >>> JoinPlan(epochs=5, rounds=2, existing_clients=3).start
+    'initial'
     """
 
     epochs: int = count_field(20, minimum=0, maximum=MAX_EPOCHS)
@@ -135,6 +149,18 @@ def join(
     """Let one new client join with its labelled examples.
 
     `existing_data` are the training data of the existing clients, if any train in its rounds.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, local="1.bias", optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> federation = glocal.TrainedFederation.from_result(result)
+    >>> new_client = glocal.Examples(dataset.test.x[:20], dataset.test.y[:20])
+    >>> glocal.join(federation, new_client).client
+    10
     """
     join_plan = JoinPlan() if join_plan is None else join_plan
     _require_federation(trained_federation)
@@ -172,7 +198,7 @@ def _require_federation(federation: TrainedFederation) -> None:
     require_algorithm("join: the federation's algorithm", federation.algorithm)
     require_instance("join: the federation's plan", federation.plan, Plan, "a glocal.Plan")
     require_instance("join: the federation's state", federation.state, GroupState, expected)
-    require_count("join: the federation's clients", federation.clients, 1, MAX_CLIENTS)
+    require_count("join: the federation's clients", federation.clients, 0, MAX_CLIENTS)
     require_codec(federation.uplink)
 
 

@@ -15,7 +15,11 @@ _MAX_AMOUNT = 1e24
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on bytes sent, on seconds, or on both; None means no limit."""
+    """A limit on bytes sent, on seconds, or on both; None means no limit.
+
+    >>> Budget(bytes=10**6).seconds is None
+    True
+    """
 
     bytes: int | None = None
     seconds: float | None = None

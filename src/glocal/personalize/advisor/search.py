@@ -81,6 +81,9 @@ class AdvisorConfig:
     shares most is chosen: a short training shows what local parts gain, but not yet what joint
     training gains. If it is "bytes", a split that sends at most half as much as the best is
     chosen, and among several the one with the least predicted error.
+
+    >>> AdvisorConfig(prefer="bytes", budget=Budget.parse("20 MB")).budget.bytes
+    20000000
     """
 
     num_clients: int = 24
@@ -147,6 +150,17 @@ class Advice:
     """The recommended split, the reasons, the uncertainty, and the cost of the advice.
 
     Candidates were compared by `metric`.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.shards(10, 2))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> plan = glocal.Plan(rounds=2, clients_per_round=3)
+    >>> advice = glocal.advise(algorithm, data, plan)
+    >>> len(advice.choice.shared) + len(advice.choice.local), advice.metric.name
+    (1, 'accuracy')
     """
 
     metric: Metric
@@ -247,6 +261,17 @@ def advise(
 
     Only models, shared parts of models, and metrics leave a client: no examples, labels or class
     counts do.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> plan = glocal.Plan(rounds=2, clients_per_round=3)
+    >>> config = glocal.AdvisorConfig(num_clients=4, stages=(1,))
+    >>> len(glocal.advise(algorithm, data, plan, config=config).participants)
+    4
     """
     config = AdvisorConfig() if config is None else config
     options = Options() if options is None else options
