@@ -115,7 +115,7 @@ def test_the_padding_is_zero_without_a_fill() -> None:
 
 
 def test_a_padding_or_fill_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(InputError, match="the padding is -1; it must be 0 or more"):
+    with pytest.raises(InputError, match="the padding is -1; a whole number from 0 to"):
         crop_and_flip(-1)
     with pytest.raises(InputError, match="fill has 3 values, but the images have 1 channels"):
         crop_and_flip(2, (0.0, 0.0, 0.0))(images(2, channels=1), torch.tensor(0))

@@ -143,7 +143,7 @@ def test_data_that_cannot_be_trained_on_are_refused(change, message):
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 2.0])
 def test_a_share_outside_zero_to_one_is_refused(share):
-    with pytest.raises(InputError, match="must be at least 0 and below 1"):
+    with pytest.raises(InputError, match="a number of at least 0 and below 1 was expected"):
         FederatedData.from_tensors(clients(5, 5), validation=share)
 
 

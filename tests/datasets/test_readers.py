@@ -70,9 +70,9 @@ def test_a_name_that_is_no_file_name_is_written_safely(tmp_path):
         ("bon", r"there is no client 'bon'; did you mean 'bonn'\? known: bonn, ulm"),
         (2, r"there is no client 2; clients are 0\.\.1"),
         (-1, r"there is no client -1; clients are 0\.\.1"),
-        (True, "True is a bool; give a client's number or name"),
-        (None, "None is a NoneType; give a client's number or name"),
-        (1.0, "1.0 is a float; give a client's number or name"),
+        (True, "True was given; a client's number or name"),
+        (None, "None was given; a client's number or name"),
+        (1.0, "1.0 was given; a client's number or name"),
     ],
 )
 def test_an_unknown_client_is_refused_in_one_line(client, message):

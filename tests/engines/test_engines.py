@@ -94,8 +94,8 @@ def test_bf16_is_near_fp32_and_not_the_same():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "warp"}, "engine: 'warp' is unknown"),
-        ({"precision": "fp16"}, "engine: precision 'fp16' is unknown"),
+        ({"name": "warp"}, "engine: name is 'warp'; known: auto"),
+        ({"precision": "fp16"}, "engine: precision is 'fp16'; did you mean 'bf16'"),
         ({"workers": 0}, "engine: workers is 0; a whole number from 1 to 1,024"),
         ({"chunk_size": 0}, "engine: chunk_size is 0; a whole number from 1 to"),
     ],

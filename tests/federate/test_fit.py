@@ -360,7 +360,7 @@ def test_an_unknown_client_number_is_refused():
     ("options", "message"),
     [
         ({"checkpoint_every": 0}, "checkpoint_every is 0; a whole number from 1"),
-        ({"save": "all"}, "save is 'all'; it must be 'everything' or 'metrics'"),
+        ({"save": "all"}, "save is 'all'; known: everything, metrics"),
     ],
 )
 def test_invalid_options_are_refused(options, message):

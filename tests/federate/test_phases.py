@@ -698,7 +698,7 @@ def test_a_group_that_left_before_a_warm_start_is_not_evaluated(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"available": [0, -1]}, "names client -1"),
+        ({"available": [0, -1]}, "a client in available is -1; a whole number from 0"),
         ({"available": [0], "dropouts": [7]}, "client 7 drops out, but is not available"),
     ],
 )

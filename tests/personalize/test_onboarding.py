@@ -555,7 +555,7 @@ MISTAKES = {
         ["--data", "new.npz", "--existing-clients", "7"],
         "7 existing clients were asked for, but there are 6",
     ),
-    "start": (["--data", "new.npz", "--start", "top"], "'initial' or 'average'"),
+    "start": (["--data", "new.npz", "--start", "top"], "start is 'top'; known: average, initial"),
 }
 
 

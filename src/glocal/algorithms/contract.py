@@ -12,7 +12,9 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 import torch
 from torch import Tensor
 
+from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError, describe_value
+from glocal.core.one_line import one_line
 from glocal.core.spec import Spec, spec_of
 from glocal.core.task import Task
 from glocal.core.torch_optimizers import as_optimizer
@@ -32,6 +34,9 @@ class State(NamedTuple):
     - `private`: what one client remembers; it is never sent.
     - `server`: what the server remembers; it is never sent, and `download` cannot see it.
     - `profile`: what the server remembers about one client.
+
+    >>> State(shared={"weight": torch.zeros(2, 3)}).private
+    {}
     """
 
     shared: Params
@@ -39,16 +44,26 @@ class State(NamedTuple):
     server: Params = {}  # noqa: RUF012
     profile: Params = {}  # noqa: RUF012
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 class Update(NamedTuple):
     """The result of a client's round; `upload` and `metrics` leave the client, `private` stays.
 
     An upload is a change, not new weights. One of the metrics is the "loss".
+
+    >>> loss = WeightedSum(torch.tensor(3.0), torch.tensor(2.0))
+    >>> Update({"weight": torch.zeros(2)}, {}, {"loss": loss}).metrics["loss"].mean
+    tensor(1.5000)
     """
 
     upload: Message
     private: Params
     metrics: dict[str, WeightedSum]
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,12 @@ class Uploads:
     `messages`, `sent` (what these clients had been sent) and `profiles` are (clients, ...),
     `num_examples` is (clients,). Under secure aggregation there are no single messages: `mean` is
     all that the server knows.
+
+    >>> sent = {"w": torch.zeros(2, 1)}
+    >>> sizes, now = torch.tensor([3, 1]), torch.tensor(0)
+    >>> uploads = Uploads({"w": torch.tensor([[2.0], [6.0]])}, sent, {}, sizes, 10, now, Mean())
+    >>> uploads.aggregate(), uploads.participation
+    ({'w': tensor([3.])}, 0.2)
     """
 
     messages: Message
@@ -69,6 +90,9 @@ class Uploads:
     aggregation: Aggregation
     mean: Message | None = None
     counted: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def num_sampled(self) -> int | Tensor:
@@ -135,6 +159,15 @@ class Algorithm(_FrozenDataclass):
     `optimizer` is `SGD`, `Adam` or `AdamW`, or one of torch's with its settings, such as
     `functools.partial(torch.optim.SGD, lr=0.1)`. Where `adapt_before_evaluation` is set, a client
     is tested with its model after `adapt`.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> class Frozen(Algorithm):
+    ...     def client_update(self, message, private, work):
+    ...         return Update(change(message, message), private, {})
+    ...
+    >>> Frozen(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).word
+    'frozen'
     """
 
     task: Task
@@ -250,17 +283,25 @@ def add_change(shared: Params, moved: Message) -> Params:
     return after
 
 
+def require_algorithm(name: str, algorithm: object) -> None:
+    """Refuse what is no algorithm, such as the class of one."""
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        kind = algorithm.__name__
+        raise InputError(f"{name} is the class {kind}; give {kind}(task, optimizer=...)")
+    expected = "one of glocal's, such as glocal.FedAvg(task, optimizer=...),"
+    require_instance(name, algorithm, Algorithm, expected)
+
+
 def require_numbers(algorithm: Algorithm, *names: str, maximum: float = float("inf")) -> None:
     """Refuse settings that are not finite numbers from 0 to a maximum."""
     for name in names:
-        value = getattr(algorithm, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= maximum or value == float("inf"):
-            upper = "" if maximum == float("inf") else f" and at most {maximum:g}"
-            raise InputError(
-                f"{algorithm.name}: {name} is {describe_value(value)}; "
-                f"a number of at least 0{upper} was expected"
-            )
+        upper = "" if maximum == float("inf") else f" and at most {maximum:g}"
+        require_number(
+            f"{algorithm.name}: {name}",
+            getattr(algorithm, name),
+            lambda value: 0 <= value <= maximum,
+            f"of at least 0{upper}",
+        )
 
 
 def _added(tensor: Tensor, moved: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class FedAvg(Algorithm):
     @cached_property
     def split(self) -> Split:
         """Which tensors are local, and which shared."""
-        return Split.of(self.task.model, local=self.local or ())
+        return Split.of(self.task.model, local=() if self.local is None else self.local)
 
     def init(self, params: Params) -> State:
         """The network of a pretext is local where anything is."""

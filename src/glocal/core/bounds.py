@@ -2,9 +2,10 @@
 
 from dataclasses import MISSING, field, fields
 from numbers import Integral
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
-from glocal.core.errors import InputError
+from glocal.core.errors import InputError, describe_value
 
 MILLION = 10**6
 MAX_ROUNDS = MAX_CLIENTS = MAX_EXAMPLES = MILLION
@@ -12,24 +13,42 @@ MAX_EPOCHS = MAX_SEEDS = MAX_CLUSTERS = 1_000
 MAX_WIDTH = 16_384  # two layers of this width hold a gigabyte
 MAX_WORKERS = 1_024
 MAX_SEED = 2**32 - 1  # the largest seed that scikit-learn accepts
-_PRINTABLE = 10**20  # larger numbers are not printed in full
 
 
 def count_field(default: Any = MISSING, *, minimum: int = 1, maximum: int = MILLION) -> Any:
-    """A dataclass field that holds a count, several, or None: each from `minimum` to `maximum`."""
+    """A dataclass field that holds a count from `minimum` to `maximum`.
+
+    Where its type says so, it holds None, or a tuple of counts.
+    """
     return field(default=default, metadata={"count": (minimum, maximum)})
 
 
 def require_counts(prefix: str, settings: Any) -> None:
-    """Refuse a dataclass with a count out of bounds; the message has `prefix` before its name."""
+    """Refuse a dataclass with a count out of bounds; the message has `prefix` before its name.
+
+    Whole numbers of NumPy become Python's.
+    """
     for part in fields(settings):
         if "count" not in part.metadata:
             continue
-        value = getattr(settings, part.name)
-        counts = value if isinstance(value, tuple) else (value,)
+        value, kinds = getattr(settings, part.name), _kinds(part.type)
+        if value is None and type(None) in kinds:
+            continue
+        counts = value if isinstance(value, tuple) and tuple in kinds else (value,)
         for count in counts:
-            if count is not None:
-                require_count(prefix + part.name, count, *part.metadata["count"])
+            require_count(prefix + part.name, count, *part.metadata["count"])
+        if isinstance(value, Integral):  # NumPy's cannot be written as JSON
+            object.__setattr__(settings, part.name, int(value))
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation allows.
+
+    >>> _kinds(tuple[int, ...] | None) == {tuple, type(None)}
+    True
+    """
+    each = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return {get_origin(kind) or kind for kind in each}
 
 
 def require_count(name: str, value: object, minimum: int, maximum: int) -> None:
@@ -40,11 +59,10 @@ def require_count(name: str, value: object, minimum: int, maximum: int) -> None:
     ...
     glocal.core.errors.InputError: epochs is 2000; a whole number from 1 to 1,000 was expected
     """
-    whole = int(value) if isinstance(value, Integral) else None
-    if whole is not None and minimum <= whole <= maximum:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if is_whole and minimum <= int(value) <= maximum:  # type: ignore[call-overload]
         return
-    is_long = whole is not None and not -_PRINTABLE < whole < _PRINTABLE
-    shown = "a number of more than 20 digits" if is_long else value
     raise InputError(
-        f"{name} is {shown}; a whole number from {minimum:,} to {maximum:,} was expected"
+        f"{name} is {describe_value(value)}; "
+        f"a whole number from {minimum:,} to {maximum:,} was expected"
     )

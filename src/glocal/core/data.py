@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glocal.core.errors import InputError, describe_error, describe_value, suggest_name
+from glocal.core.one_line import one_line
 from glocal.core.sampling import make_rng
 from glocal.core.values import (
     Values,
@@ -36,11 +37,18 @@ class Examples(NamedTuple):
 
     `group` holds facts about each example that are no input of the model, such as a person's
     protected attributes or the answers of other people.
+
+    >>> examples = Examples(torch.zeros(5, 3), torch.tensor([0, 1, 0, 1, 1]))
+    >>> examples.num_rows, examples.has_targets
+    (5, True)
     """
 
     x: Values
     y: Values
     group: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def num_rows(self) -> int:
@@ -87,11 +95,19 @@ class ClientData:
     """The data of all clients: one store of examples, and the row numbers of each client.
 
     Clients are numbered; `names` has a name for each of them, or nothing.
+
+    >>> examples = Examples(torch.zeros(5, 3), torch.arange(5))
+    >>> clients = ClientData(examples, (np.array([0, 1]), np.array([2, 3, 4])), ("ulm", "bonn"))
+    >>> clients.sizes.tolist(), clients.of("bonn").y.tolist()
+    ([2, 3], [2, 3, 4])
     """
 
     examples: Examples
     rows: tuple[Rows, ...]
     names: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def num_clients(self) -> int:
@@ -119,9 +135,10 @@ class ClientData:
             )
         return np.asarray((x > 0).sum(1).cpu().numpy())
 
-    def of(self, client: int) -> Examples:
-        """The examples of one client."""
-        return self.examples.take(self.rows[client])
+    def of(self, client: int | str) -> Examples:
+        """The examples of one client, by its number or name."""
+        number = find_client(client, self.names, self.num_clients)
+        return self.examples.take(self.rows[number])
 
     def all_rows(self) -> Rows:
         """The rows of all clients together."""
@@ -146,7 +163,7 @@ def find_client(client: int | str, names: Sequence[str], num_clients: int) -> in
         return names.index(client)
     if isinstance(client, bool) or not isinstance(client, int | np.integer):
         raise InputError(
-            f"client: {client!r} is a {type(client).__name__}; give a client's number or name"
+            f"client: {describe_value(client)} was given; a client's number or name was expected"
         )
     if not 0 <= client < num_clients:
         raise InputError(f"client: there is no client {client}; clients are 0..{num_clients - 1}")
@@ -266,6 +283,10 @@ def _read_tensor(given: Any, label: str) -> Tensor:
             f"data: {label} cannot be read as a tensor ({describe_error(error)}); "
             "numbers of one shape were expected"
         ) from error
+    if tensor.is_meta:
+        raise InputError(
+            f"data: {label} are on the device meta, which holds no values; give them on the cpu"
+        )
     if tensor.is_complex():
         raise InputError(f"data: {label} are complex numbers; real ones were expected")
     return tensor.detach()
@@ -277,8 +298,13 @@ def _as_int64(tensor: Tensor) -> Tensor:
 
 
 def _require_equal_lengths(columns: list[Tensor], label: str) -> None:
-    """Refuse arrays of different lengths."""
-    lengths = [len(column) if column.dim() else 0 for column in columns]
+    """Refuse arrays of different lengths, and single numbers."""
+    if not all(column.dim() for column in columns):
+        raise InputError(
+            f"data: {label} has a single number where one row per example was expected; "
+            "give arrays (rows, ...)"
+        )
+    lengths = [len(column) for column in columns]
     if len(set(lengths)) != 1:
         raise InputError(
             f"data: {label} has arrays of lengths {', '.join(map(str, lengths))}; "

@@ -5,10 +5,19 @@ from difflib import get_close_matches
 from textwrap import shorten
 
 _MAX_NAMES = 20  # known names that a hint lists
+_PRINTABLE = 10**20  # larger numbers are not printed in full
 
 
 class InputError(ValueError):
-    """The input is wrong; the command line prints the message as one line and exits with code 2."""
+    """The input is wrong; the command line prints the message as one line and exits with code 2.
+
+    >>> import glocal
+    >>> try:
+    ...     glocal.SGD(lr=-1)
+    ... except glocal.InputError as error:
+    ...     print(error)
+    optimizer: lr is -1; a number above 0 was expected
+    """
 
 
 class DivergedError(InputError):
@@ -19,7 +28,15 @@ class DivergedError(InputError):
 
 
 class GlocalWarning(UserWarning):
-    """A message of one line that the user should see once; the work continues."""
+    """A message of one line that the user should see once; the work continues.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always", GlocalWarning)
+    ...     warnings.warn("disk: it is nearly full", GlocalWarning, stacklevel=1)
+    >>> caught[0].category.__name__
+    'GlocalWarning'
+    """
 
 
 def describe_error(error: BaseException) -> str:
@@ -40,7 +57,13 @@ def describe_value(value: object) -> str:
 
     >>> describe_value(3.5), describe_value([1, 2]), describe_value(None)
     ('3.5', 'a list of length 2', 'None')
+    >>> describe_value(dict), describe_value(10**30)
+    ('the class dict', 'a number of more than 20 digits')
     """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, int) and abs(value) >= _PRINTABLE:
+        return "a number of more than 20 digits"
     if value is None or isinstance(value, bool | int | float | str):
         return shorten(repr(value), 60, placeholder=" ...")
     shape = getattr(value, "shape", None)

@@ -34,7 +34,7 @@ def per_example_loss(loss: Loss, *, has_ignored: bool = False) -> PerExampleLoss
     """
     if isinstance(loss, nn.Module):
         return _of_module(loss, has_ignored)
-    if callable(loss):
+    if callable(loss) and not isinstance(loss, type):
         return _of_function(loss, has_ignored)
     raise InputError(
         f"loss: {describe_value(loss)} was given; a loss of torch.nn or torch.nn.functional, "

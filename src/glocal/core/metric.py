@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glocal.core.checks import require_flag, require_instance
 from glocal.core.errors import InputError, describe_value
+from glocal.core.one_line import one_line
 from glocal.core.training import Batch
 
 PerExample = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
@@ -28,6 +30,12 @@ class Metric:
     - `of_client` gives the figure of all of a client's examples at once, None where undefined.
 
     `is_fraction` says that the figure is printed as per cent.
+
+    >>> def is_near(outputs, targets):
+    ...     return ((outputs - targets).abs() < 1).float()
+    >>> near = Metric("near", per_example=is_near, is_fraction=True)
+    >>> near.figure(3.0, 4.0)
+    0.75
     """
 
     name: str
@@ -36,6 +44,9 @@ class Metric:
     finish: Finish | None = None
     higher_is_better: bool = True
     is_fraction: bool = False
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         """Refuse a name with spaces, and anything but one function."""
@@ -50,6 +61,13 @@ class Metric:
                 f"metric: {self.name} has {given} of per_example and of_client; exactly one was "
                 "expected; give per_example for means over examples, of_client for all else"
             )
+
+        for part in ("per_example", "of_client", "finish"):
+            require_instance(
+                f"metric: {part} of {self.name}", getattr(self, part), Callable | None, "a function"
+            )
+        for part in ("higher_is_better", "is_fraction"):
+            require_flag(f"metric: {part} of {self.name}", getattr(self, part))
 
     def sums(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The sums and the weights of a batch's examples, each (rows,)."""

@@ -11,7 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from glocal.core import trees
+from glocal.core.errors import InputError, describe_value
 from glocal.core.trees import Params
+
+
+def require_model(name: str, model: object) -> None:
+    """Refuse what is no plain module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"{name} is the class {model.__name__}; give {model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} is {describe_value(model)}; an nn.Module was expected")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(f"{name} is a scripted module; give the nn.Module it was made of")
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            f"{name} is compiled; give the module itself, the engines compile its steps"
+        )
 
 
 def named_tensors(model: nn.Module) -> Params:

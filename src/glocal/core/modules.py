@@ -25,6 +25,7 @@ from glocal.core.model_tensors import (
     canonical_names,
     client_tensors,
     frozen_tensors,
+    require_model,
     unique_tensors,
 )
 from glocal.core.pure_layers import KeyedDropout, KeyedGaussianNoise, MaskedBatchNorm
@@ -45,10 +46,21 @@ _Mode = Callable[[nn.Module], nn.Module]
 
 
 def params_of(model: nn.Module) -> Params:
-    """A copy of every parameter and buffer that is not frozen, by name."""
+    """A copy of every parameter and buffer that is not frozen, by name.
+
+    >>> {name: tuple(tensor.shape) for name, tensor in params_of(nn.Linear(4, 2)).items()}
+    {'weight': (2, 4), 'bias': (2,)}
+    """
+    require_model("model: it", model)
     _refuse_unusable(model)
     if not unique_tensors(model):
         raise InputError("model: it has no parameters; there is nothing to train")
+    for name, tensor in unique_tensors(model).items():
+        if tensor.is_meta:
+            raise InputError(
+                f"model: '{name}' is on the device meta, which holds no values; "
+                "make the model on the cpu"
+            )
     tensors = client_tensors(model)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 

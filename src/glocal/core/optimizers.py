@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError, describe_value
 from glocal.core.trees import Params
 
@@ -39,14 +40,22 @@ class StepLR:
     """The learning rate is multiplied by `gamma` after every `step_size` rounds.
 
     It depends on the round alone, so that every client knows it.
+
+    >>> SGD(lr=0.1, lr_schedule=StepLR(gamma=0.5, step_size=10)).lr_at(10)
+    0.05
     """
 
     gamma: float = 0.5
     step_size: int = 1
 
     def __post_init__(self) -> None:
-        _require("lr_schedule", self.gamma, lambda gamma: 0 < gamma <= 1, "above 0 and at most 1")
-        _require("lr_step_size", self.step_size, lambda size: size >= 1, "at least 1")
+        _require(
+            "lr_schedule",
+            self.gamma,
+            lambda gamma: 0 < gamma <= 1,
+            "above 0 and at most 1",
+        )
+        _require("lr_step_size", self.step_size, lambda size: size >= 1, "of at least 1")
 
     def factor(self, round_index: Number) -> Number:
         """The factor of the learning rate in a round.
@@ -76,7 +85,12 @@ class SGD:
     lr_schedule: StepLR | None = None
 
     def __post_init__(self) -> None:
-        _require("momentum", self.momentum, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        _require(
+            "momentum",
+            self.momentum,
+            lambda value: 0 <= value < 1,
+            "of at least 0 and below 1",
+        )
         _require_rates(self)
 
     @property
@@ -135,6 +149,9 @@ class Adam:
     """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`.
 
     The learning rate in round t is lr / (1 + lr_decay * t), times the factor of `lr_schedule`.
+
+    >>> Adam(lr=0.001, lr_schedule=StepLR(gamma=0.5, step_size=10)).betas
+    (0.9, 0.999)
     """
 
     lr: float
@@ -153,8 +170,13 @@ class Adam:
                 f"optimizer: betas is {describe_value(self.betas)}; two numbers were expected"
             )
         for beta in self.betas:
-            _require("betas", beta, lambda value: 0 <= value < 1, "each at least 0 and below 1")
-        _require("eps", self.eps, lambda value: value >= 0, "at least 0")
+            _require(
+                "betas",
+                beta,
+                lambda value: 0 <= value < 1,
+                "of at least 0 and below 1",
+            )
+        _require("eps", self.eps, lambda value: value >= 0, "of at least 0")
         _require_rates(self)
 
     @property
@@ -242,7 +264,7 @@ class PartitionedOptimizer:
     other_steps: int = 0
 
     def __post_init__(self) -> None:
-        _require("other_steps", self.other_steps, lambda steps: steps >= 0, "at least 0")
+        _require("other_steps", self.other_steps, lambda steps: steps >= 0, "of at least 0")
 
     @property
     def description(self) -> str:
@@ -342,19 +364,11 @@ def _without_prefix(prefix: str, tree: Params) -> Params:
 
 def _require_rates(rule: "SGD | Adam") -> None:
     _require("lr", rule.lr, lambda value: value > 0, "above 0")
-    _require("weight_decay", rule.weight_decay, lambda value: value >= 0, "at least 0")
-    _require("lr_decay", rule.lr_decay, lambda value: value >= 0, "at least 0")
-    if rule.lr_schedule is not None and not hasattr(rule.lr_schedule, "factor"):
-        raise InputError(
-            f"optimizer: lr_schedule is {describe_value(rule.lr_schedule)}; "
-            "a StepLR or None was expected"
-        )
+    _require("weight_decay", rule.weight_decay, lambda value: value >= 0, "of at least 0")
+    _require("lr_decay", rule.lr_decay, lambda value: value >= 0, "of at least 0")
+    require_instance("optimizer: lr_schedule", rule.lr_schedule, StepLR | None, "a StepLR or None")
 
 
 def _require(name: str, value: object, holds: Callable[[float], bool], expected: str) -> None:
     """Refuse what is not a finite number for which something holds."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not holds(value):  # type: ignore[arg-type]
-        raise InputError(
-            f"optimizer: {name} is {describe_value(value)}; it must be a number {expected}"
-        )
+    require_number(f"optimizer: {name}", value, holds, expected)

@@ -7,7 +7,7 @@ random numbers, so the strings never change, even where functions were renamed.
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,15 @@ from glocal.core.bounds import (
     MAX_ROUNDS,
     MAX_SEED,
     count_field,
+    require_count,
     require_counts,
 )
+from glocal.core.checks import require_instance
 from glocal.core.errors import InputError
+from glocal.core.one_line import one_line
 
 IntArray = npt.NDArray[np.int64]
+_SEVERAL: Any = list | tuple | range | set | frozenset | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Plan:
 
     `first_round` > 0 continues the numbering of a warm start. With `max_tokens`, a batch of texts
     has at most `batch_size` rows, and rows times its longest text are at most `max_tokens`.
+
+    >>> Plan(rounds=20, clients_per_round=5, first_round=10).total_rounds
+    30
     """
 
     rounds: int = count_field(maximum=MAX_ROUNDS)
@@ -56,11 +63,17 @@ class Availability(NamedTuple):
 
     `available` clients are sampled from, `always` clients take part in addition, and `dropouts`
     may be sampled but leave before they answer.
+
+    >>> Availability.of([0, 1, 2], dropouts=[1]).dropouts.tolist()
+    [1]
     """
 
     available: IntArray
     always: IntArray
     dropouts: IntArray
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @classmethod
     def of(
@@ -81,12 +94,11 @@ class Availability(NamedTuple):
 
 
 def _require_client_numbers(name: str, clients: Sequence[int]) -> None:
+    require_instance(f"availability: {name}", clients, _SEVERAL, "a list of clients' numbers")
+    for client in clients:
+        require_count(f"availability: a client in {name}", client, 0, MAX_CLIENTS)
     if len({*clients}) != len(clients):
         raise InputError(f"availability: {name} names a client twice; name each once")
-    if any(client < 0 for client in clients):
-        raise InputError(
-            f"availability: {name} names client {min(clients)}; clients are numbered from 0"
-        )
 
 
 def _sorted_array(clients: set[int] | Sequence[int]) -> IntArray:
@@ -99,6 +111,9 @@ def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
     >>> bool(make_rng(0, "order", 3).integers(100) == make_rng(0, "order", 3).integers(100))
     True
     """
+    require_instance("make_rng: purpose", purpose, str, "a text")
+    for number in (seed, *address):
+        require_count("make_rng: a number of the seed or address", number, 0, 2**64)
     entropy = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address])
     return np.random.Generator(np.random.PCG64(entropy))
 

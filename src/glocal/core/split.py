@@ -4,17 +4,21 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from torch import Tensor, nn
 
 from glocal.core import trees
-from glocal.core.errors import InputError, suggest_name
+from glocal.core.checks import require_instance
+from glocal.core.errors import InputError, describe_error, describe_value, suggest_name
 from glocal.core.model_tensors import (
     canonical_names,
     frozen_tensors,
     named_tensors,
+    require_model,
     unique_tensors,
 )
+from glocal.core.one_line import one_line
 from glocal.core.trees import Params
 
 Term = str | Callable[[str, Tensor], bool]
@@ -23,12 +27,24 @@ Selector = Term | Iterable[Term]
 
 @dataclass(frozen=True)
 class Split:
-    """Every parameter and buffer of a model, by name, on exactly one side."""
+    """Every parameter and buffer of a model, by name, on exactly one side.
+
+    >>> split = Split.of(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), local="0")
+    >>> sorted(split.local), sorted(split.shared)
+    (['0.bias', '0.weight'], ['1.bias', '1.weight'])
+    """
 
     local: frozenset[str]
     shared: frozenset[str]
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
     def __post_init__(self) -> None:
+        for side in ("local", "shared"):
+            require_instance(
+                f"split: {side}", getattr(self, side), frozenset, "a frozenset of names"
+            )
         both = self.local & self.shared
         if both:
             raise InputError(
@@ -49,6 +65,7 @@ class Split:
         >>> sorted(Split.of(model, local="0").shared)
         ['2.bias', '2.weight']
         """
+        require_model("split: the model", model)
         frozen, first = frozen_tensors(model), canonical_names(model)
         named = {
             name: tensor
@@ -113,7 +130,11 @@ def with_frozen(model: nn.Module, frozen: Selector) -> nn.Module:
 
 
 def first_layers(model: nn.Module, count: int) -> tuple[str, ...]:
-    """A selector: the first `count` layers with weights, in the order of registration."""
+    """A selector: the first `count` layers with weights, in the order of registration.
+
+    >>> first_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 1)
+    ('0',)
+    """
     return tuple(_checked_layer_names(model, count)[:count])
 
 
@@ -141,11 +162,13 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _checked_layer_names(model: nn.Module, count: int) -> list[str]:
+    require_model("split: the model", model)
     names = layer_names(model)
-    if not 0 <= count <= len(names):
+    is_whole = isinstance(count, int) and not isinstance(count, bool)
+    if not is_whole or not 0 <= count <= len(names):
         raise InputError(
-            f"split: {count} layers were requested, but the model has {len(names)} with weights: "
-            f"{', '.join(names)}"
+            f"split: {describe_value(count)} layers were requested, but the model has "
+            f"{len(names)} with weights: {', '.join(names)}"
         )
     return names
 
@@ -178,11 +201,18 @@ def _select_sides(
 
 
 def _select(selector: Selector, named: Params, frozen: Params) -> frozenset[str]:
-    terms = [selector] if isinstance(selector, str) or callable(selector) else list(selector)
     names: set[str] = set()
-    for term in terms:
+    for term in _terms(selector):
         names.update(_matching_names(term, named, frozen))
     return frozenset(names)
+
+
+def _terms(selector: Selector) -> list[Term]:
+    if isinstance(selector, str) or callable(selector):
+        return [selector]
+    if not isinstance(selector, list | tuple | set | frozenset):
+        _refuse_term(selector)
+    return list(selector)
 
 
 def _matching_names(term: Term, named: Params, frozen: Params) -> list[str]:
@@ -190,6 +220,8 @@ def _matching_names(term: Term, named: Params, frozen: Params) -> list[str]:
         raise InputError(
             f"split: a module ({type(term).__name__}) was given; give its name, such as 'encoder'"
         )
+    if isinstance(term, type) or not (isinstance(term, str) or callable(term)):
+        _refuse_term(term)
     matched = [name for name, tensor in named.items() if _term_matches(term, name, tensor)]
     if not matched:
         shown = f"'{term}'" if isinstance(term, str) else "the predicate"
@@ -201,6 +233,13 @@ def _matching_names(term: Term, named: Params, frozen: Params) -> list[str]:
         hint = _suggest_term(term, named)
         raise InputError(f"split: {shown} matches no parameter or buffer of this model; {hint}")
     return matched
+
+
+def _refuse_term(given: object) -> NoReturn:
+    raise InputError(
+        f"split: {describe_value(given)} was given; the name of a module or tensor, a glob, a "
+        "predicate (name, tensor) -> bool, or a list of these was expected"
+    )
 
 
 def _suggest_term(term: Term, named: Params) -> str:
@@ -215,7 +254,12 @@ def _suggest_term(term: Term, named: Params) -> str:
 def _term_matches(term: Term, name: str, tensor: Tensor) -> bool:
     if isinstance(term, str):
         return any(fnmatchcase(part, term) for part in (name, *_parents(name)))
-    return bool(term(name, tensor))
+    try:
+        return bool(term(name, tensor))
+    except Exception as error:  # a user's own function may raise anything
+        raise InputError(
+            f"split: the predicate fails on '{name}' ({describe_error(error)})"
+        ) from error
 
 
 def _parents(name: str) -> list[str]:

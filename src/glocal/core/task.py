@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from glocal.core.bounds import require_count
+from glocal.core.checks import require_choice, require_flag, require_instance, require_number
 from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.losses import IGNORED, Loss, PerExampleLoss, per_example_loss
 from glocal.core.metric import Metric
 from glocal.core.metric_library import MetricLike, find_metric
+from glocal.core.model_tensors import require_model
 from glocal.core.modules import (
     Adapt,
     ForwardWithFeatures,
@@ -87,16 +90,14 @@ class Task:
     has_ignored: bool = False
 
     def __post_init__(self) -> None:
-        _require_model(self.model)
+        require_model("task: the model", self.model)
         if self.frozen is not None:
             object.__setattr__(self, "model", with_frozen(self.model, self.frozen))
         for name in ("forward", "augment", "make_targets"):
-            _require_function(name, getattr(self, name))
-        if self.ensemble not in ENSEMBLES:
-            raise InputError(
-                f"task: ensemble is {describe_value(self.ensemble)}; "
-                f"{suggest_name(str(self.ensemble), ENSEMBLES)}"
-            )
+            require_instance(f"task: {name}", getattr(self, name), Callable | None, "a function")
+        require_choice("task: ensemble", self.ensemble, ENSEMBLES)
+        require_flag("task: has_ignored", self.has_ignored)
+        _require_pretext(self.pretext)
         require_trainable_names(self.model)
         _require_head(self.model, self.head)
         _require_names_once(self.all_metrics)
@@ -127,6 +128,7 @@ class Task:
         """The metric with this name, which may be "loss"."""
         known = {metric.name: metric for metric in self.all_metrics}
         known.setdefault("loss", self._loss_metric())
+        require_instance("task: a metric's name", name, str, "a text")
         if name not in known:
             raise InputError(f"task: there is no metric '{name}'; {suggest_name(name, known)}")
         return known[name]
@@ -196,7 +198,8 @@ class Task:
         return feature_extractor(self.model, layer, self.forward)
 
     def _find(self, given: MetricLike) -> Metric:
-        return self._loss_metric() if given == "loss" else find_metric(given)
+        is_loss = isinstance(given, str) and given == "loss"
+        return self._loss_metric() if is_loss else find_metric(given)
 
     def _loss_metric(self) -> Metric:
         """The loss as a metric."""
@@ -218,6 +221,10 @@ def classification(
     >>> classification(nn.Linear(4, 3), metrics=["accuracy", "f1"])
     Task(Linear, CrossEntropyLoss(), metrics: accuracy, f1)
     """
+    _require_weights("class_weights", class_weights)
+    require_number(
+        "task: label_smoothing", label_smoothing, lambda share: 0 <= share <= 1, "from 0 to 1"
+    )
     loss = nn.CrossEntropyLoss(weight=class_weights, label_smoothing=label_smoothing)
     return Task(model, loss, metrics, forward=forward, ensemble=ensemble, augment=augment)
 
@@ -237,7 +244,9 @@ def regression(
     >>> regression(nn.Linear(4, 1), metrics="mae")
     Task(Linear, squared error, metrics: mae)
     """
-    return Task(model, loss or _squared_error, metrics, forward=forward, augment=augment)
+    return Task(
+        model, _squared_error if loss is None else loss, metrics, forward=forward, augment=augment
+    )
 
 
 def multilabel(
@@ -253,6 +262,7 @@ def multilabel(
     >>> multilabel(nn.Linear(4, 3), metrics="f1")
     Task(Linear, BCEWithLogitsLoss(), metrics: f1)
     """
+    _require_weights("positive_weights", positive_weights)
     loss = nn.BCEWithLogitsLoss(pos_weight=positive_weights)
     return Task(model, loss, metrics, forward=forward, augment=augment)
 
@@ -272,10 +282,12 @@ def tokens(
     >>> tokens(nn.Embedding(50, 50))
     Task(Embedding, CrossEntropyLoss(), metrics: perplexity, accuracy)
     """
+    require_instance("task: forward", forward, Callable | None, "a function")
+    require_count("task: ignore_index", ignore_index, -(2**31), 2**31)
 
     def tokens_first(module: nn.Module, x: Values) -> Tensor:
         """Outputs (rows, tokens, positions), as torch's losses take them."""
-        output: Tensor = forward(module, x) if forward else module(x)
+        output: Tensor = module(x) if forward is None else forward(module, x)
         return output.movedim(-1, 1)
 
     def next_tokens(x: Tensor) -> Tensor:
@@ -320,28 +332,23 @@ def _as_pair(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return pair
 
 
-def _require_model(model: object) -> None:
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise InputError(f"task: the model is the class {model.__name__}; give {model.__name__}()")
-    if not isinstance(model, nn.Module):
-        raise InputError(f"task: the model is {describe_value(model)}; an nn.Module was expected")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("task: the model is a scripted module; give the nn.Module it was made of")
-    if hasattr(model, "_orig_mod"):
-        raise InputError(
-            "task: the model is compiled; give the module itself, the engines compile its steps"
-        )
-
-
-def _require_function(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise InputError(f"task: {name} is {describe_value(value)}; a function was expected")
+def _require_weights(name: str, weights: object) -> None:
+    require_instance(f"task: {name}", weights, Tensor | None, "a tensor of weights, or None,")
 
 
 def _require_head(model: nn.Module, head: object) -> None:
-    names = [name for name, _ in model.named_modules() if name]
-    if head is not None and head not in names:
-        raise InputError(f"task: head is {describe_value(head)}; {suggest_name(str(head), names)}")
+    if head is not None:
+        names = [name for name, _ in model.named_modules() if name]
+        require_choice("task: head", head, names)
+
+
+def _require_pretext(pretext: object) -> None:
+    is_pretext = hasattr(pretext, "params") and hasattr(pretext, "extend")
+    if pretext is not None and (isinstance(pretext, type) or not is_pretext):
+        raise InputError(
+            f"task: pretext is {describe_value(pretext)}; an object with params and extend was "
+            "expected"
+        )
 
 
 def _require_names_once(metrics: Sequence[Metric]) -> None:

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from glocal.core import random, trees
+from glocal.core.checks import require_instance
 from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.losses import PerExampleLoss, PerExampleValues
 from glocal.core.modules import Adapt, Forward, trainable_names
+from glocal.core.one_line import one_line
 from glocal.core.optimizers import Optimizer
+from glocal.core.torch_optimizers import as_optimizer
 from glocal.core.trees import Params
 from glocal.core.values import Values, require_tensor, take_rows
 
@@ -32,10 +35,17 @@ class Batch(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """A mean that merges over steps, clients and processes: total / weight, each ()."""
+    """A mean that merges over steps, clients and processes: total / weight, each ().
+
+    >>> WeightedSum(torch.tensor(3.0), torch.tensor(2.0)).mean
+    tensor(1.5000)
+    """
 
     total: Tensor
     weight: Tensor
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def mean(self) -> Tensor:
@@ -52,6 +62,11 @@ class Work(NamedTuple):
     row of the client's own, which stands where padding would be read. The first `full_steps` steps
     of every epoch are known to have real rows, so they need no guard. `trainer`, if an engine sets
     one, is a faster way to take the same steps.
+
+    >>> examples = Examples(torch.zeros(5, 3), torch.arange(5))
+    >>> order = torch.tensor([[[0, 2], [4, -1]]])  # one epoch of two steps; the last is padded
+    >>> int(Work.of(examples, order, torch.tensor(7), torch.tensor(0)).num_steps)
+    2
     """
 
     examples: Examples
@@ -62,6 +77,9 @@ class Work(NamedTuple):
     round_index: Tensor
     full_steps: int = 0
     trainer: "LocalTrainer | None" = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @classmethod
     def of(
@@ -148,12 +166,21 @@ class Objective(NamedTuple):
 
     Engines read an objective as data. Tensors that differ between clients belong in `proximal` and
     `linear`, because all clients have the same loss function.
+
+    >>> def square(params, batch):
+    ...     return params["w"].square().sum(), {}
+    >>> objective = Objective(square, frozenset(["w"])).near({"w": torch.ones(2)}, strength=0.1)
+    >>> len(objective.proximal), sorted(objective.trainable)
+    (1, ['w'])
     """
 
     loss: LossFn
     trainable: frozenset[str]
     proximal: tuple[Proximal, ...] = ()
     linear: Params = {}  # noqa: RUF012  (never changed)
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def value(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """The loss plus all proximal terms (), and the buffers after the step."""
@@ -294,7 +321,24 @@ def local_train(objective: Objective, params: Params, work: Work, optimizer: Opt
     The optimizer starts anew. A padded step is the identity: without the guard, momentum would go
     on moving the params of a client that has no more data, while clients with more data train in
     the same batch.
+
+    >>> from glocal import SGD
+    >>> def square(params, batch):
+    ...     return params["w"].square().sum() / 2, {}
+    >>> examples = Examples(torch.zeros(4, 1), torch.zeros(4))
+    >>> order = torch.tensor([[[0, 1], [2, 3]]])
+    >>> work = Work.of(examples, order, torch.tensor(0), torch.tensor(0))
+    >>> objective = Objective(square, frozenset(["w"]))
+    >>> local_train(objective, {"w": torch.tensor([1.0])}, work, SGD(lr=0.5)).params
+    {'w': tensor([0.2500])}
     """
+    require_instance("local_train: the objective", objective, Objective, "a glocal.Objective")
+    require_instance("local_train: the params", params, dict, "a dict of tensors")
+    if not objective.trainable <= params.keys():
+        missing = sorted(objective.trainable - params.keys())[0]
+        raise InputError(f"local_train: the params lack '{missing}'; the objective trains it")
+    require_instance("local_train: the work", work, Work, "a glocal.Work")
+    optimizer = as_optimizer(optimizer)
     if work.trainer:
         trained = work.trainer(objective, params, work, optimizer)
         if trained is not None:

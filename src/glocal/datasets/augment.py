@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from glocal.core import random
+from glocal.core.bounds import MAX_WIDTH, require_count
+from glocal.core.checks import require_items
 from glocal.core.errors import InputError
 from glocal.core.training import Augment
 
@@ -15,9 +17,14 @@ def crop_and_flip(padding: int = 4, fill: tuple[float, ...] | None = None) -> Au
 
     `fill` is the colour of the padding, one value per channel; without it the padding is 0. Row r
     depends on the key and on r only, not on the number of rows.
+
+    >>> augment = crop_and_flip(2)  # for Task(..., augment=augment)
+    >>> augment(torch.zeros(5, 3, 8, 8), torch.tensor(0)).shape
+    torch.Size([5, 3, 8, 8])
     """
-    if padding < 0:
-        raise InputError(f"augment: the padding is {padding}; it must be 0 or more pixels")
+    require_count("augment: the padding", padding, 0, MAX_WIDTH)
+    if fill is not None:
+        require_items("augment: fill", fill, float | int, "a tuple with a number per channel")
     return partial(_crop_and_flip, padding, fill)
 
 

@@ -10,12 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from glocal.core.bounds import MAX_SEED, require_count
+from glocal.core.checks import require_instance, require_number, require_path
 from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate, hold_out
-from glocal.core.errors import InputError, describe_value
+from glocal.core.errors import InputError, describe_error, describe_value
 from glocal.core.hold_out import hold_out_share
-from glocal.core.sampling import make_rng
+from glocal.core.one_line import one_line
+from glocal.core.sampling import IntArray, make_rng
 from glocal.datasets.dataset import Dataset
-from glocal.datasets.partitions import Partitioner, class_labels
+from glocal.datasets.partitions import ClientRows, Partitioner, class_labels
 from glocal.datasets.readers import (
     Collate,
     ReadOptions,
@@ -31,12 +34,28 @@ _MEMORY = 4 * 10**9  # bytes of one data set
 
 @dataclass(frozen=True)
 class FederatedData:
-    """The training, validation and test data of all clients, and their unlabelled inputs."""
+    """The training, validation and test data of all clients, and their unlabelled inputs.
+
+    >>> arrays = np.zeros((20, 3)), np.arange(20) % 2
+    >>> FederatedData.from_tensors({"ulm": arrays, "bonn": arrays}).num_clients
+    2
+    """
 
     train: ClientData
     val: ClientData
     test: ClientData
     unlabeled: ClientData | None = None
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def __post_init__(self) -> None:
+        for part in ("train", "val", "test"):
+            require_instance(
+                f"data: {part}", getattr(self, part), ClientData, "a glocal.ClientData"
+            )
+        unlabeled = self.unlabeled
+        require_instance("data: unlabeled", unlabeled, ClientData | None, "a glocal.ClientData")
 
     @classmethod
     def from_tensors(
@@ -77,6 +96,8 @@ class FederatedData:
         into a file in the cache instead. `collate` makes (x, y) of a list of items, where they do
         not stack by themselves.
         """
+        require_count("data: memory", memory, 0, 2**62)
+        require_instance("data: collate", collate, Callable | None, "a function of a list of items")
         data = read_datasets(datasets, clients, ReadOptions(collate, memory))
         return train_val_test_split(data, test=test, validation=validation, seed=seed)
 
@@ -92,6 +113,8 @@ class FederatedData:
         seed: int = 0,
     ) -> "FederatedData":
         """From a pandas table: `client` and `target` name its columns, all others are inputs."""
+        require_instance("data: client", client, str, "the name of a column")
+        require_instance("data: target", target, str, "the name of a column")
         data = read_dataframe(frame, client, target)
         return train_val_test_split(data, test=test, validation=validation, seed=seed)
 
@@ -109,7 +132,8 @@ class FederatedData:
 
         In a table all columns but `target` are inputs; a .npz file has the arrays x and y.
         """
-        data = concatenate(read_folder(Path(folder), target))
+        require_instance("data: target", target, str, "the name of a column")
+        data = concatenate(read_folder(require_path("data: folder", folder), target))
         return train_val_test_split(data, test=test, validation=validation, seed=seed)
 
     @classmethod
@@ -120,9 +144,12 @@ class FederatedData:
 
         The stores are used as they are, not copied.
         """
+        require_instance("data: dataset", dataset, Dataset, "a data set of load_dataset")
+        require_instance("data: scheme", scheme, Callable, "a partition such as glocal.iid(10)")
+        _require_held_out("validation", validation, seed)
         train_labels = class_labels(dataset.train.y, "train")
         test_labels = class_labels(dataset.test.y, "test")
-        train, test = scheme(train_labels, test_labels, make_rng(seed, "partition"))
+        train, test = _partitioned(scheme, train_labels, test_labels, make_rng(seed, "partition"))
         names = tuple(getattr(scheme, "names", ()))
         return hold_out_validation(
             ClientData(dataset.train, tuple(train), names),
@@ -148,6 +175,7 @@ class FederatedData:
 
     def to(self, device: torch.device) -> "FederatedData":
         """The same on a device; subsets with one store have one again."""
+        require_instance("data: device", device, torch.device, "a torch.device")
         return move_together([self], device)[0]
 
     def map_subsets(self, change: Callable[[ClientData], ClientData]) -> "FederatedData":
@@ -160,11 +188,18 @@ class FederatedData:
         All training inputs stay, without labels, in `unlabeled`.
         """
         _require_share(share)
+        require_count("data: seed", seed, 0, MAX_SEED)
         labelled: list[Rows] = []
         for client, rows in enumerate(self.train.rows):
             labelled.append(_subsample(rows, share, seed, client))
         train = replace(self.train, rows=tuple(labelled))
         return replace(self, train=train, unlabeled=self.train)
+
+
+def require_data(name: str, data: object) -> None:
+    """Refuse what is not the data of many clients."""
+    expected = "a FederatedData, such as glocal.FederatedData.from_tensors(...),"
+    require_instance(name, data, FederatedData, expected)
 
 
 def move_together(data: Sequence[FederatedData], device: torch.device) -> list[FederatedData]:
@@ -193,6 +228,7 @@ def train_val_test_split(
     What is held out has the same share of every class, where targets are classes. The clients are
     numbered from `first_client`: a real client's own data give the same parts.
     """
+    require_count("data: seed", seed, 0, MAX_SEED)
     rest, test_data = _take_part(data, test, seed, "test", first_client)
     train, val = _take_part(rest, validation, seed, "validation", first_client)
     return FederatedData(train, val, test_data)
@@ -206,9 +242,35 @@ def hold_out_validation(
     return FederatedData(train, val, test)
 
 
+def _partitioned(
+    scheme: Partitioner, train: IntArray, test: IntArray, generator: np.random.Generator
+) -> ClientRows:
+    """Each client's rows; a user's own scheme may fail."""
+    try:
+        train_rows, test_rows = scheme(train, test, generator)
+        return [np.asarray(rows) for rows in train_rows], [np.asarray(rows) for rows in test_rows]
+    except InputError:
+        raise
+    except Exception as error:  # a user's own scheme may raise anything
+        raise InputError(
+            f"data: the scheme fails ({describe_error(error)}); a partition such as "
+            "glocal.iid(10) was expected"
+        ) from error
+
+
 def _require_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise InputError(f"data: labelled is {share}; a share above 0 and up to 1 was expected")
+    require_number("data: labelled", share, lambda value: 0 < value <= 1, "above 0 and up to 1")
+
+
+def _require_held_out(purpose: str, share: object, seed: object) -> None:
+    """Refuse a share that leaves nothing, and what is no seed."""
+    require_number(
+        f"data: the fraction for {purpose}",
+        share,
+        lambda value: 0 <= value < 1,
+        "of at least 0 and below 1",
+    )
+    require_count("data: seed", seed, 0, MAX_SEED)
 
 
 def _subsample(rows: Rows, share: float, seed: int, client: int) -> Rows:
@@ -230,6 +292,7 @@ def _take_part(
             f"data: {purpose} is {describe_value(part)}; "
             "a share from 0 to below 1, or data for every client, was expected"
         )
+    _require_held_out(purpose, part, seed)
     return held_out(data, float(part), seed=seed, purpose=purpose, first_client=first_client)
 
 

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from glocal.core.bounds import MAX_CLIENTS, require_count
+from glocal.core.checks import require_number
 from glocal.core.data import ClientData, Rows
-from glocal.core.errors import InputError
+from glocal.core.errors import InputError, describe_value
 from glocal.core.sampling import IntArray
 
 ClientRows = tuple[list[Rows], list[Rows]]
@@ -33,7 +35,14 @@ def class_counts(data: ClientData, classes: int) -> IntArray:
 
 
 def iid(clients: int) -> Partitioner:
-    """IID: a random share of equal size for every client."""
+    """IID: a random share of equal size for every client.
+
+    >>> import glocal
+    >>> scheme = glocal.iid(10)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.num_clients
+    10
+    """
     _require_positive("clients", clients)
     return partial(_partition_iid, clients)
 
@@ -42,6 +51,12 @@ def shards(clients: int, classes_per_client: int) -> Partitioner:
     """A fixed number of classes per client, the same classes in training and test.
 
     A client has fewer only where the data set has fewer.
+
+    >>> import glocal
+    >>> scheme = glocal.shards(10, 2)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.train.of(0).y.unique().numel()
+    2
     """
     _require_positive("clients", clients)
     _require_positive("classes_per_client", classes_per_client)
@@ -53,6 +68,12 @@ def random_shards(clients: int, classes_per_client: int) -> Partitioner:
 
     Two shards of one class may go to one client, so some clients have fewer classes. With 100
     clients and two of ten classes each, 9.5 clients have one class, on average.
+
+    >>> import glocal
+    >>> scheme = glocal.random_shards(10, 2)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.train.of(0).y.unique().numel() <= 2
+    True
     """
     _require_positive("clients", clients)
     _require_positive("classes_per_client", classes_per_client)
@@ -60,13 +81,21 @@ def random_shards(clients: int, classes_per_client: int) -> Partitioner:
 
 
 def dirichlet(clients: int, alpha: float) -> Partitioner:
-    """Each class in proportions from Dir(alpha), equal in training and test (Hsu et al. 2019)."""
+    """Each class in proportions from Dir(alpha), equal in training and test (Hsu et al. 2019).
+
+    >>> import glocal
+    >>> scheme = glocal.dirichlet(10, alpha=0.5)
+    >>> data = glocal.FederatedData.partition(glocal.load_dataset("digits"), scheme)
+    >>> data.num_clients
+    10
+    """
     _require_positive("clients", clients)
-    if not 0 < alpha <= _LARGEST_ALPHA:
-        raise InputError(
-            f"partition: alpha is {alpha}; it must be above 0 and at most {_LARGEST_ALPHA:g} "
-            "(iid gives equal shares)"
-        )
+    require_number(
+        "partition: alpha",
+        alpha,
+        lambda value: 0 < value <= _LARGEST_ALPHA,
+        f"above 0 and at most {_LARGEST_ALPHA:g} (iid gives equal shares)",
+    )
     return partial(_partition_dirichlet, clients, alpha)
 
 
@@ -74,6 +103,10 @@ def natural(train_ids: npt.ArrayLike, test_ids: npt.ArrayLike) -> Partitioner:
     """One client per distinct id of the training examples, in sorted order of ids.
 
     Ids are numbers or names, one per row.
+
+    >>> scheme = natural(["ulm", "bonn", "ulm"], ["bonn"])
+    >>> scheme.names
+    ('bonn', 'ulm')
     """
     names, train_owners = np.unique(np.asarray(train_ids), return_inverse=True)
     test_names = np.asarray(test_ids)
@@ -309,8 +342,7 @@ def _rows_by_client(owners: IntArray, clients: int) -> list[Rows]:
 
 
 def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise InputError(f"partition: {name} is {value}; it must be at least 1")
+    require_count(f"partition: {name}", value, 1, MAX_CLIENTS)
 
 
 def _require_enough_slots(clients: int, classes_per_client: int, classes: int) -> None:
@@ -336,7 +368,8 @@ def _require_trained(ids: npt.NDArray[np.generic]) -> None:
     """Refuse ids of test examples that no training example has."""
     if len(ids):
         raise InputError(
-            f"partition: test id {ids[0]} has no training example ({len(ids)} such ids); "
+            f"partition: test id {describe_value(ids.tolist()[0])} has no training example "
+            f"({len(ids)} such ids); "
             "drop those test rows"
         )
 

@@ -255,7 +255,7 @@ def _columns_of(frame: Any) -> dict[str, Column]:
 
 
 def _require_frame(frame: object) -> None:
-    if not hasattr(frame, "columns") or not hasattr(frame, "isna"):
+    if isinstance(frame, type) or not hasattr(frame, "columns") or not hasattr(frame, "isna"):
         raise InputError(f"data: {describe_value(frame)} is no pandas table; give a DataFrame")
 
 

@@ -7,8 +7,10 @@ neither is downloaded into the cache. No file is read unless its checksum is rig
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from glocal.core.checks import require_instance
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.paths import cache_folder
 from glocal.datasets.catalog import SOURCES, Source
@@ -31,6 +33,8 @@ def load_dataset(name: str, *, report: ProgressCallback = no_progress) -> Datase
     >>> load_dataset("digits").train.x.shape
     torch.Size([1347, 1, 8, 8])
     """
+    require_instance("data: the name of a data set", name, str, "a text")
+    require_instance("data: report", report, Callable, "a function (file, bytes, all)")
     dataset = load_any(name, report=report)
     if isinstance(dataset, Texts):
         raise InputError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from glocal.core.bounds import MAX_CLIENTS, MAX_WORKERS, count_field, require_counts
-from glocal.core.errors import InputError, suggest_name
+from glocal.core.checks import require_choice, require_flag
 from glocal.core.paths import cache_folder
 
 ENGINES = ("auto", "looped", "vmapped", "graphed", "workers")
@@ -25,6 +25,9 @@ class EngineConfig:
     `chunk_size` is the number of clients in one batched step. `workers` is the number of clients
     that are computed at once on a CPU, by default one per core. `fused` allows the library's own
     compiled steps, which exist for chains of plain layers.
+
+    >>> EngineConfig("workers", workers=4).num_workers
+    4
     """
 
     name: str = "auto"
@@ -34,12 +37,9 @@ class EngineConfig:
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.name not in ENGINES:
-            hint = suggest_name(self.name, ENGINES)
-            raise InputError(f"engine: '{self.name}' is unknown; {hint}")
-        if self.precision not in PRECISIONS:
-            hint = suggest_name(self.precision, PRECISIONS)
-            raise InputError(f"engine: precision '{self.precision}' is unknown; {hint}")
+        require_choice("engine: name", self.name, ENGINES)
+        require_choice("engine: precision", self.precision, PRECISIONS)
+        require_flag("engine: fused", self.fused)
         require_counts("engine: ", self)
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from glocal.core.bounds import MAX_ROUNDS, count_field, require_counts
+from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError, describe_error, describe_value
 from glocal.federate.records import RoundRecord
 
@@ -29,6 +30,11 @@ class Callback(Protocol):
 
     One that changes numbers, by stopping the run, is a dataclass with `changes_numbers` = True: its
     settings are then part of what a resumed run must have.
+
+    >>> class PrintLoss:
+    ...     def on_round(self, run, records):
+    ...         print(records[0].done, "of", records[0].rounds)
+    >>> require_callbacks([PrintLoss()])  # `fit` takes it: callbacks=[PrintLoss()]
     """
 
     def on_start(self, run: "Run") -> None:
@@ -46,6 +52,7 @@ class Callback(Protocol):
 
 def require_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse an object without any of the methods."""
+    require_instance("callbacks: the argument", callbacks, list | tuple, "a list of callbacks")
     for callback in callbacks:
         has_method = any(callable(getattr(callback, name, None)) for name in METHODS)
         if not has_method or isinstance(callback, type):
@@ -84,6 +91,9 @@ class EarlyStopping:
     """Stop a run whose score on validation data has not improved for `patience` evaluations.
 
     The score is the metric that rounds are selected by, as the mean over seeds and groups.
+
+    >>> EarlyStopping(patience=3)  # for fit(..., callbacks=[...])
+    EarlyStopping(patience=3, min_improvement=0.0)
     """
 
     patience: int = count_field(5, maximum=MAX_ROUNDS)
@@ -93,6 +103,12 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         require_counts("early stopping: ", self)
+        require_number(
+            "early stopping: min_improvement",
+            self.min_improvement,
+            lambda least: least >= 0,
+            "of at least 0",
+        )
 
     def on_evaluation(self, run: "Run", records: Sequence[RoundRecord]) -> None:
         """Compare the last scores with the best one before them."""

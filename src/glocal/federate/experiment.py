@@ -15,12 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
-from glocal.core.bounds import MAX_EPOCHS, count_field, require_counts
+from glocal.core.bounds import (
+    MAX_EPOCHS,
+    MAX_ROUNDS,
+    MAX_SEED,
+    count_field,
+    require_count,
+    require_counts,
+)
+from glocal.core.checks import require_flag, require_instance, require_items
 from glocal.core.data import ClientData, Examples
-from glocal.core.errors import InputError
+from glocal.core.errors import InputError, describe_value
 from glocal.core.files import Json
+from glocal.core.one_line import one_line
 from glocal.core.sampling import Availability, IntArray, Plan, sample_available, sample_clients
 from glocal.core.spec import Spec, spec_of
 from glocal.core.trees import Params
@@ -38,6 +47,15 @@ class Group:
 
     `data` has an entry per seed, or one for all. `params` are the weights to start from, per seed
     or one for all; the model's own where there are none. `spent` is the traffic behind these.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> Group(algorithm, (data,), name="hospitals").num_clients
+    10
     """
 
     algorithm: Algorithm
@@ -45,6 +63,18 @@ class Group:
     name: str = ""
     params: tuple[Params, ...] = ()
     spent: tuple[Ledger, ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def __post_init__(self) -> None:
+        require_algorithm("group: algorithm", self.algorithm)
+        require_items("group: data", self.data, FederatedData, "a tuple of glocal.FederatedData")
+        require_instance("group: name", self.name, str, "a text")
+        require_items("group: params", self.params, dict, "a tuple of dicts of tensors")
+        require_items("group: spent", self.spent, Ledger, "a tuple of glocal.Ledger")
+        if not self.data:
+            raise InputError("group: there are no data; give one data set, or one per seed")
 
     @property
     def num_clients(self) -> int:
@@ -79,11 +109,28 @@ class Phase:
 
     `data` are by group and seed, where they differ from the groups' own. A client that is absent
     keeps its test data, so that its model can be tested meanwhile.
+
+    >>> phases = (Phase(0, Availability.of([0, 1, 2])), Phase(5, Availability.of([1, 2, 3])))
+    >>> [sorted(phase.present()) for phase in phases]
+    [[0, 1, 2], [1, 2, 3]]
     """
 
     first_round: int
     availability: Availability
     data: tuple[tuple[FederatedData, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def __post_init__(self) -> None:
+        require_count("phase: first_round", self.first_round, 0, MAX_ROUNDS)
+        require_instance(
+            "phase: availability", self.availability, Availability, "a glocal.Availability"
+        )
+        by_group = "a tuple with a tuple of glocal.FederatedData per group"
+        require_items("phase: data", self.data, tuple, by_group)
+        for by_seed in self.data:
+            require_items("phase: data of a group", by_seed, FederatedData, by_group)
 
     def available(self) -> set[int]:
         """The clients that can be sampled, those that leave before they answer included."""
@@ -100,6 +147,9 @@ class Pretraining:
 
     With `labels`, clients train on their training data, and without on all of their inputs.
     `algorithm` says how, by its `adapt`; by default that of the group.
+
+    >>> Pretraining(epochs=3, labels=False).epochs
+    3
     """
 
     epochs: int = count_field(maximum=MAX_EPOCHS)
@@ -108,6 +158,9 @@ class Pretraining:
 
     def __post_init__(self) -> None:
         require_counts("pretraining: ", self)
+        require_flag("pretraining: labels", self.labels)
+        if self.algorithm is not None:
+            require_algorithm("pretraining: algorithm", self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -116,6 +169,17 @@ class Experiment:
 
     `subgroups` are sets of clients that are reported by themselves in a run with phases. `about` is
     what else must not change when a run is resumed.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> plan = Plan(rounds=5, clients_per_round=2)
+    >>> experiment = Experiment.of(algorithm, data, plan, seeds=(0, 1))
+    >>> experiment.num_clients, [plan.seed for plan in experiment.plans()]
+    (10, [0, 1])
     """
 
     groups: tuple[Group, ...]
@@ -128,11 +192,15 @@ class Experiment:
     pretraining: Pretraining | None = None
     about: Json = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
     def __post_init__(self) -> None:
+        _require_types(self)
         _require_groups(self)
         _require_phases(self)
         require_codec(self.uplink)
-        if not self.seeds or len({*self.seeds}) != len(self.seeds):
+        if len({*self.seeds}) != len(self.seeds) or not self.seeds:
             raise InputError(
                 f"experiment: the seeds are {list(self.seeds)}; one or more, each once, expected"
             )
@@ -146,8 +214,9 @@ class Experiment:
         **settings: object,
     ) -> "Experiment":
         """Of one group; `data` is one data set for all seeds, or one per seed."""
-        by_seed = (data,) if isinstance(data, FederatedData) else tuple(data)
-        return cls((Group(algorithm, by_seed),), plan, **settings)  # type: ignore[arg-type]
+        by_seed = [data] if isinstance(data, FederatedData) else data
+        require_items("experiment: data", by_seed, FederatedData, "a list of glocal.FederatedData")
+        return cls((Group(algorithm, tuple(by_seed)),), plan, **settings)  # type: ignore[arg-type]
 
     @property
     def algorithm(self) -> Algorithm:
@@ -327,6 +396,24 @@ def _of_group(name: str) -> str:
     return f"group '{name}': " if name else ""
 
 
+def _require_types(experiment: Experiment) -> None:
+    """Refuse parts of another type."""
+    require_items("experiment: groups", experiment.groups, Group, "a tuple of glocal.Group")
+    require_instance("experiment: plan", experiment.plan, Plan, "a glocal.Plan")
+    require_instance("experiment: seeds", experiment.seeds, tuple | list, "a tuple of seeds")
+    for seed in experiment.seeds:
+        require_count("experiment: a seed", seed, 0, MAX_SEED)
+    evaluation, before = experiment.evaluation, experiment.pretraining
+    require_instance("experiment: evaluation", evaluation, Evaluation, "a glocal.Evaluation")
+    require_items("experiment: phases", experiment.phases, Phase, "a tuple of glocal.Phase")
+    require_instance("experiment: subgroups", experiment.subgroups, Mapping, "a dict of clients")
+    for name, members in experiment.subgroups.items():
+        of_name = f"experiment: the subgroup {describe_value(name)}"
+        require_items(of_name, members, int | np.integer, "a tuple of clients' numbers")
+    require_instance("experiment: pretraining", before, Pretraining | None, "a glocal.Pretraining")
+    require_instance("experiment: about", experiment.about, dict, "a dict")
+
+
 def _require_groups(experiment: Experiment) -> None:
     """Refuse groups that cannot train together: they may differ in their tasks only."""
     groups = experiment.groups
@@ -361,7 +448,7 @@ def _require_groups(experiment: Experiment) -> None:
 def _require_group_name(name: str, names: Sequence[str]) -> None:
     if names == [""]:
         return
-    is_plain = isinstance(name, str) and name.isprintable() and "/" not in name
+    is_plain = name.isprintable() and "/" not in name
     if not is_plain or name.strip(". ") == "":
         raise InputError(f"groups: {name!r} was given as a name; use a plain word")
     if names.count(name) > 1:

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core.bounds import MAX_SEED, MAX_SEEDS, require_count
+from glocal.core.checks import require_flag, require_instance
 from glocal.core.errors import InputError, describe_value
 from glocal.core.sampling import Plan
 from glocal.core.store import GroupState
 from glocal.core.trees import Params
-from glocal.datasets.federated import FederatedData
+from glocal.datasets.federated import FederatedData, require_data
 from glocal.engines import EngineConfig
-from glocal.federate.callbacks import ProgressBar
+from glocal.federate.callbacks import ProgressBar, require_callbacks
 from glocal.federate.experiment import Experiment, Group
 from glocal.federate.options import Evaluation, Options
 from glocal.federate.preparation import prepare_experiment
@@ -68,6 +69,8 @@ def fit(
     >>> [row.client for row in result.metrics.where(split="test")]
     ['ulm', 'bonn']
     """
+    require_callbacks(callbacks)
+    require_flag("fit: progress", progress)
     experiment = build_experiment(
         algorithm,
         data,
@@ -97,12 +100,8 @@ def build_experiment(
     uplink: Codec | None = None,
 ) -> Experiment:
     """The experiment of a `fit`: data as the task takes them, and the warm start."""
-    _require_algorithm(algorithm)
-    if not isinstance(data, FederatedData):
-        raise InputError(
-            f"fit: data is {describe_value(data)}; a FederatedData was expected, such as "
-            "glocal.FederatedData.from_tensors(...)"
-        )
+    require_algorithm("fit: algorithm", algorithm)
+    require_data("fit: data", data)
     group = Group(algorithm, (data,))
     if start_from is not None:
         group, first_round = _warm_started(group, start_from, seeds)
@@ -111,8 +110,8 @@ def build_experiment(
         (group,),
         plan,
         seeds=seeds,
-        evaluation=evaluation or Evaluation(),
-        uplink=uplink or Identity(),
+        evaluation=Evaluation() if evaluation is None else evaluation,
+        uplink=Identity() if uplink is None else uplink,
     )
     return prepare_experiment(experiment)
 
@@ -145,7 +144,7 @@ def as_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(seeds, Sequence) and not isinstance(seeds, str):
         for seed in seeds:
             require_count("fit: a seed", seed, 0, MAX_SEED)
-        return tuple(seeds)
+        return tuple(map(int, seeds))
     require_count("fit: seeds", seeds, 1, MAX_SEEDS)
     return tuple(range(seeds))
 
@@ -178,11 +177,13 @@ def _warm_started(group: Group, start_from: Result, seeds: tuple[int, ...]) -> t
 
 
 def _evaluation(evaluation: Evaluation | None, select: str | None) -> Evaluation:
-    own = evaluation or Evaluation()
+    own = Evaluation() if evaluation is None else evaluation
+    require_instance("fit: evaluation", own, Evaluation, "a glocal.Evaluation")
     return own if select is None else replace(own, select=select)
 
 
 def _options(device: str | torch.device | None, engine: str | EngineConfig) -> Options:
+    require_instance("fit: device", device, str | torch.device | None, "a device of torch's")
     name = "auto" if device is None else str(device)
     if isinstance(engine, EngineConfig):
         return Options(
@@ -193,16 +194,3 @@ def _options(device: str | torch.device | None, engine: str | EngineConfig) -> O
             f"fit: engine is {describe_value(engine)}; a name or a glocal.EngineConfig was expected"
         )
     return Options(name, engine)
-
-
-def _require_algorithm(algorithm: object) -> None:
-    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
-        raise InputError(
-            f"fit: algorithm is the class {algorithm.__name__}; "
-            f"give {algorithm.__name__}(task, optimizer=...)"
-        )
-    if not isinstance(algorithm, Algorithm):
-        raise InputError(
-            f"fit: algorithm is {describe_value(algorithm)}; "
-            "one of glocal's was expected, such as glocal.FedAvg(task, optimizer=...)"
-        )

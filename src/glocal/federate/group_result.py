@@ -9,11 +9,13 @@ import numpy as np
 from torch import nn
 
 from glocal.algorithms.contract import Algorithm
+from glocal.core.checks import require_path
 from glocal.core.data import find_client
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, read_tensors, write_tensors
-from glocal.core.model_tensors import base_fingerprint, client_tensors
+from glocal.core.model_tensors import base_fingerprint, client_tensors, require_model
 from glocal.core.modules import client_state_dict, state_dict
+from glocal.core.one_line import one_line
 from glocal.core.sampling import Plan
 from glocal.core.store import GroupState
 from glocal.core.task import Task
@@ -31,6 +33,17 @@ class GroupResult:
     `plan` has the rounds that were done. `test` and `validation` have each metric of all clients'
     own models on their own data, `new` the figures of New Test. `stopped` is why the run ended
     early, if it did. What callbacks put into `extras` at the end of a run is saved with the rest.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> one = result.group(seed=0)
+    >>> one.num_clients, one.rounds, sum(one.times_sampled)
+    (10, 1, 2)
     """
 
     group: str
@@ -49,6 +62,9 @@ class GroupResult:
     stopped: str = ""
     uplink: Codec = Identity()
     extras: Json = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def seed(self) -> int:
@@ -207,8 +223,23 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
     """A client's model from its file, as a plain module in evaluation mode.
 
     `model` has the same layers, and the frozen tensors if there are any; it stays as it is.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> with TemporaryDirectory() as folder:
+    ...     settings = {"rounds": 1, "clients_per_round": 2, "progress": False}
+    ...     result = glocal.fit(algorithm, data, folder=folder, **settings)
+    ...     path = Path(folder) / "models/seed-0/every-client.safetensors"
+    ...     loaded = glocal.load_model(path, model)
+    >>> torch.equal(loaded[1].weight, result.model(0)[1].weight)
+    True
     """
-    tensors, header = read_tensors(Path(path))
+    require_model("model: the model", model)
+    tensors, header = read_tensors(require_path("model: the path", path))
     saved, given = header.get(_BASE, ""), base_fingerprint(model)
     if saved != given:
         raise InputError(

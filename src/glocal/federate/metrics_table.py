@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple, overload
 
+from glocal.core.checks import require_choice
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.metric import Metric
 
@@ -16,6 +17,9 @@ class MetricRow(NamedTuple):
 
     `group` is empty where all clients have one model. The split "new" is New Test: all models as an
     ensemble on everybody's test data.
+
+    >>> MetricRow(seed=0, client="ulm", split="test", metric="accuracy", value=0.9).value
+    0.9
     """
 
     seed: int
@@ -74,6 +78,8 @@ class MetricsTable(Sequence[MetricRow]):
             if name not in MetricRow._fields:
                 known = suggest_name(name, MetricRow._fields)
                 raise InputError(f"metrics: there is no column '{name}'; {known}")
+        if "split" in columns:
+            require_choice("metrics: split", columns["split"], SPLITS)
         rows = [row for row in self.rows if _matches(row, columns)]
         return MetricsTable(tuple(rows), self.metrics)
 
@@ -100,9 +106,8 @@ class MetricsTable(Sequence[MetricRow]):
         return pandas.DataFrame(self.rows, columns=list(MetricRow._fields))
 
     def _known(self, metric: str | None) -> str:
-        if metric is not None and metric not in self.names:
-            known = suggest_name(str(metric), self.names)
-            raise InputError(f"metrics: there is no metric '{metric}'; {known}")
+        if metric is not None:
+            require_choice("metrics: metric", metric, self.names)
         if metric is None and not self.names:
             raise InputError("metrics: the table is empty; no client has data of this split")
         return self.names[0] if metric is None else metric

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, MAX_WORKERS, count_field, require_counts
+from glocal.core.checks import require_choice, require_flag, require_instance
 from glocal.core.errors import InputError, describe_value
 from glocal.core.metric import Metric
 from glocal.core.task import Task
@@ -24,6 +25,9 @@ class Evaluation:
 
     Without `new_test` there is no New Test, for which all clients would have to send their models.
     Its ensemble has at most `new_test_members` models, drawn from the seed.
+
+    >>> Evaluation(every=5, select="max accuracy").selects
+    True
     """
 
     every: int = count_field(10, maximum=MAX_ROUNDS)
@@ -35,16 +39,12 @@ class Evaluation:
     def __post_init__(self) -> None:
         words = self.select.split(" ") if isinstance(self.select, str) else []
         has_direction = len(words) == 2 and words[0] in ("max", "min") and words[1]
-        if self.select not in ("last", "best") and not has_direction:
+        if words not in (["last"], ["best"]) and not has_direction:
             raise InputError(
                 f"evaluation: select is {describe_value(self.select)}; 'last', 'best' or a metric "
                 "with its direction, such as 'max accuracy' or 'min loss', was expected"
             )
-        if not isinstance(self.new_test, bool):
-            raise InputError(
-                f"evaluation: new_test is {describe_value(self.new_test)}; "
-                "True or False was expected"
-            )
+        require_flag("evaluation: new_test", self.new_test)
         require_counts("evaluation: ", self)
 
     @property
@@ -81,6 +81,9 @@ class Options:
     `engine`, `chunk_size`, `workers`, `fused` and `precision` are those of `EngineConfig`. With a
     folder, a checkpoint is saved every `checkpoint_every` rounds. `save` = "everything" keeps all;
     "metrics" saves no models, and drops the tensors of the checkpoint at the end.
+
+    >>> Options(device="cpu", engine="looped").torch_device()
+    device(type='cpu')
     """
 
     device: str = "auto"
@@ -93,11 +96,8 @@ class Options:
     save: str = "everything"
 
     def __post_init__(self) -> None:
-        if self.save not in SAVES:
-            raise InputError(
-                f"options: save is {describe_value(self.save)}; "
-                "it must be 'everything' or 'metrics'"
-            )
+        require_choice("options: save", self.save, SAVES)
+        require_instance("options: device", self.device, str, "the name of a device of torch's")
         require_counts("options: ", self)
         self.engine_config()
 

@@ -110,9 +110,11 @@ def _try_metric(metric: Metric, outputs: Tensor, batch: Batch) -> None:
         if value is not None:
             float(value)
         return
-    for values in metric.sums(outputs, batch):
+    sums, weights = metric.sums(outputs, batch)
+    for values in (sums, weights):
         if not isinstance(values, Tensor) or values.shape != batch.mask.shape:
             raise InputError(
                 f"metric: {metric.name} gave {describe_value(values)} for {len(batch.mask)} "
                 "examples; one value per example was expected, or a pair of sums and weights"
             )
+    float(metric.figure(float(sums.sum()), float(weights.sum())))

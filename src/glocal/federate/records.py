@@ -5,6 +5,7 @@ from typing import Any
 
 from glocal.core.files import Json
 from glocal.core.metric import Metric
+from glocal.core.one_line import one_line
 from glocal.wire import Ledger
 
 _PURPOSES = ("download", "upload", "evaluation", "ensemble", "metrics")
@@ -21,6 +22,17 @@ class RoundRecord:
       `score` is that of the `criterion`, by which rounds are selected.
     - `ledger` is the traffic so far.
     - `subgroups` has the metric of each set of clients that is reported by itself.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> experiment = glocal.Experiment.of(algorithm, data, glocal.Plan(1, clients_per_round=3))
+    >>> [[record]] = glocal.Run(experiment)
+    >>> record.done, record.rounds, len(record.clients), record.dropped
+    (1, 1, 3, ())
     """
 
     seed: int
@@ -38,6 +50,9 @@ class RoundRecord:
     num_validated: int = 0
     subgroups: Json | None = None
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def as_row(self) -> Json:
         """For JSON lines, without the seconds: a resumed run has the same bytes."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_path
 from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.files import (
     FORMAT,
@@ -25,7 +26,7 @@ from glocal.core.sampling import Plan
 from glocal.core.spec import describe_spec, first_difference, spec_of
 from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import Params
-from glocal.datasets.federated import FederatedData
+from glocal.datasets.federated import FederatedData, require_data
 from glocal.evaluate import Evaluator, Figures, NewTest, local_figures, new_test
 from glocal.federate.group_result import GroupResult
 from glocal.federate.metrics_table import (
@@ -46,6 +47,16 @@ class Result:
     """Every client's model and the metrics, for all seeds and groups of a run.
 
     `metrics` is a table with a row per seed, client, split and metric.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> type(result.model(3)).__name__, result.metrics.names, result.seeds
+    ('Sequential', ('accuracy',), (0,))
     """
 
     groups: tuple[GroupResult, ...]
@@ -148,6 +159,8 @@ class Result:
     def group(self, seed: int | None = None, group: str | None = None) -> GroupResult:
         """The result of a seed and a group; by default of the first ones."""
         seed = self.seeds[0] if seed is None else seed
+        require_instance("result: seed", seed, int | None, "one of its seeds")
+        require_instance("result: group", group, str | None, "the name of a group")
         group = self._first_name if group is None else group
         for each in self.groups:
             if (each.seed, each.group) == (seed, group):
@@ -172,6 +185,7 @@ class Result:
 
     def evaluate(self, data: FederatedData, *, group: str | None = None) -> MetricsTable:
         """The metrics of the same clients' models on other data."""
+        require_data("result: data", data)
         first = self.group(group=group)
         prepared = prepare_data(data, first.task)
         if prepared.num_clients != first.num_clients:
@@ -198,7 +212,7 @@ class Result:
 
     def save(self, folder: str | Path) -> Path:
         """Write all models and metrics into a folder, for `glocal.load`; returns the folder."""
-        home, entries = Path(folder), list[Json]()
+        home, entries = require_path("result: folder", folder), list[Json]()
         for place, each in enumerate(self.groups):
             private = each.state.private
             plain = {client: split_private(tree)[0] for client, tree in private.stored.items()}
@@ -225,13 +239,25 @@ class Result:
 
 
 def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> Result:
-    """A result that was saved; with several groups, `algorithm` is a table of them by name."""
-    home = Path(folder)
+    """A result that was saved; with several groups, `algorithm` is a table of them by name.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> with TemporaryDirectory() as folder:
+    ...     again = glocal.load(result.save(folder), algorithm)
+    >>> again.local_test == result.local_test
+    True
+    """
+    home = require_path("load: folder", folder)
     saved = require_format(read_json(home / _FILE, dict), home / _FILE)
     results: list[GroupResult] = []
     for place, entry in enumerate(saved["groups"]):
-        given = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
-        own = _as_trained(given, entry)
+        own = _as_trained(_of_group(algorithm, entry["group"]), entry)
         if place == 0:
             _require_same(saved["algorithm"], own, home)
         tensors, _ = read_tensors(home / f"models-{place}.safetensors")
@@ -255,6 +281,20 @@ def _as_trained(algorithm: Algorithm, entry: Json) -> Algorithm:
     if entry["has_ignored"] and not task.has_ignored:
         task = replace(task, has_ignored=True)
     return algorithm if task is algorithm.task else replace(algorithm, task=task)
+
+
+def _of_group(algorithm: Algorithm | Mapping[str, Algorithm], group: str) -> Algorithm:
+    """The algorithm of a group."""
+    if not isinstance(algorithm, Mapping):
+        require_algorithm("load: algorithm", algorithm)
+        return algorithm
+    if group not in algorithm:
+        raise InputError(
+            f"load: the algorithms are of {describe_value(list(algorithm))}, and the result has "
+            f"the group '{group}'; give the algorithm of each group by its name"
+        )
+    require_algorithm(f"load: the algorithm of '{group}'", algorithm[group])
+    return algorithm[group]
 
 
 def metric_rows(result: GroupResult, split: str, figures: Mapping[str, Figures]) -> list[MetricRow]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_path
 from glocal.core.errors import InputError
 from glocal.core.files import Json, lock_folder, read_rows, write_json
 from glocal.core.metric import Metric
@@ -50,6 +51,19 @@ class Run:
     """An experiment that is carried out: iterate over its rounds, then `finish`.
 
     With a folder everything is saved there, and the same experiment goes on where it was stopped.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> experiment = glocal.Experiment.of(algorithm, data, glocal.Plan(2, clients_per_round=3))
+    >>> run = glocal.Run(experiment)
+    >>> [len(records[0].clients) for records in run]
+    [3, 3]
+    >>> run.finish().seeds
+    (0,)
     """
 
     def __init__(
@@ -61,11 +75,17 @@ class Run:
         callbacks: Sequence[Any] = (),
     ) -> None:
         require_callbacks(callbacks)
+        require_instance("run: experiment", experiment, Experiment, "a glocal.Experiment")
+        require_instance("run: options", options, Options | None, "a glocal.Options")
         self.options = options or Options()
-        self.folder = Path(folder) if folder else None
+        self.folder = None if folder is None else require_path("run: folder", folder)
         self.callbacks = list(callbacks)
         self.experiment = prepare_experiment(experiment)
         self.stop_reason = ""
+
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        return f"Run({self.experiment!r}{where})"
 
     def stop(self, reason: str) -> None:
         """End the run after this round; what was trained is tested."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from glocal.algorithms.contract import Message, Update
 from glocal.algorithms.fedavg import FedAvg
 from glocal.core import trees
+from glocal.core.checks import require_instance, require_items
 from glocal.core.optimizers import Optimizer
 from glocal.core.sampling import Plan
 from glocal.core.training import Work
@@ -33,7 +34,20 @@ def warm_start_groups(
 
     It trains whole models. The first group trains the shared part. The others train their local
     parts under it, so that one shared part fits all groups.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> group, plan = glocal.Group(algorithm, (data,)), glocal.Plan(1, clients_per_round=2)
+    >>> [warm] = glocal.warm_start_groups([group], glocal.SGD(lr=0.1), plan)
+    >>> sorted(warm.params[0])
+    ['1.bias', '1.weight']
     """
+    require_items("warm start: groups", groups, Group, "a list of glocal.Group")
+    require_instance("warm start: plan", plan, Plan, "a glocal.Plan")
     Experiment(tuple(groups), plan, seeds=(plan.seed,))  # refuses what cannot train together
     warm: list[Group] = []
     for group in groups:

@@ -9,13 +9,14 @@ import torch
 
 from glocal.algorithms.apfl import ALPHA
 from glocal.algorithms.contract import Algorithm
+from glocal.core.checks import require_instance, require_items, require_number
 from glocal.core.data import ClientData
 from glocal.core.errors import InputError
 from glocal.core.sampling import to_batches
 from glocal.core.store import GroupState
 from glocal.core.training import WeightedSum, Work, batches, masked_mean, sum_losses
 from glocal.core.trees import Params
-from glocal.datasets.federated import FederatedData
+from glocal.datasets.federated import FederatedData, require_data
 from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine
 from glocal.federate.checkpoint import RunProgress
 from glocal.federate.experiment import Experiment
@@ -35,7 +36,18 @@ def alphas_of(result: Result | GroupResult) -> list[float]:
     """Each client's alpha: the weight of its own model in its predictions.
 
     Of several seeds, the first one's.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.APFL(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> alphas_of(result)[:2]
+    [0.5, 0.5]
     """
+    require_instance("mixing: result", result, Result | GroupResult, "the result of a fit")
     one = result.group() if isinstance(result, Result) else result
     _require_alpha(one.state)
     return [float(one.state.private.of(client)[ALPHA]) for client in range(one.num_clients)]
@@ -45,8 +57,9 @@ def with_alphas(state: GroupState, alphas: Mapping[int, float]) -> GroupState:
     """The same state with other alphas for some clients; nothing else changes."""
     _require_alpha(state)
     for client, alpha in alphas.items():
-        if not 0 <= alpha <= 1:
-            raise InputError(f"mixing: alpha of client {client} is {alpha}; it must be from 0 to 1")
+        require_number(
+            f"mixing: alpha of client {client}", alpha, lambda value: 0 <= value <= 1, "from 0 to 1"
+        )
     rows: list[Params] = []
     for client, alpha in alphas.items():
         row = state.private.of(client)
@@ -66,7 +79,22 @@ def tune_alphas(
     The criterion is the loss, which is more precise than accuracy where examples are few. A
     client without validation data keeps its alpha. The shared model is sent to the clients for it,
     and counted; alphas never leave a client.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.APFL(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> tuned = tune_alphas(result, data, grid=(0.0, 1.0))
+    >>> {*alphas_of(tuned)} <= {0.0, 1.0}
+    True
     """
+    require_instance("mixing: result", result, Result, "the result of a fit")
+    require_data("mixing: data", data)
+    require_instance("mixing: options", options, Options | None, "a glocal.Options")
+    require_items("mixing: grid", grid, float | int, "a list of alphas")
     options, tuned = options or Options(), list[GroupResult]()
     for one in result.by_seed.values():
         _require_tunable(one, data, grid)

@@ -13,13 +13,22 @@ import torch
 from torch import Tensor
 
 from glocal.algorithms.adapt_only import AdaptOnly
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
-from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
-from glocal.core.data import ClientData, Examples, Rows
+from glocal.core.bounds import (
+    MAX_CLIENTS,
+    MAX_EPOCHS,
+    MAX_ROUNDS,
+    count_field,
+    require_count,
+    require_counts,
+)
+from glocal.core.checks import require_choice, require_instance
+from glocal.core.data import ClientData, Examples, Rows, read_examples
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.losses import ignored_index
 from glocal.core.modules import state_dict
+from glocal.core.one_line import one_line
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
 from glocal.core.store import GroupState, PerClient
 from glocal.core.task import Task
@@ -43,20 +52,34 @@ from glocal.federate.rounds import (
     start_wires,
 )
 from glocal.personalize.class_targets import predicts_classes
-from glocal.wire import Codec, Identity, Ledger, split_private
+from glocal.wire import Codec, Identity, Ledger, require_codec, split_private
 
 _BATCH_SIZE = 256
 _MIN_STEPS = 100  # a client with few labels trains for more epochs, until it has taken these
 
 
 class TrainedFederation(NamedTuple):
-    """A trained federation; a new client gets the number `clients`, which is the next one."""
+    """A trained federation; a new client gets the number `clients`, which is the next one.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> glocal.TrainedFederation.from_result(result).clients
+    10
+    """
 
     algorithm: Algorithm
     plan: Plan
     state: GroupState
     clients: int
     uplink: Codec = Identity()
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def task(self) -> Task:
@@ -66,6 +89,7 @@ class TrainedFederation(NamedTuple):
     @classmethod
     def from_result(cls, result: Result | GroupResult) -> "TrainedFederation":
         """The federation behind a result of `fit`; of several seeds, the first one's."""
+        require_instance("join: result", result, Result | GroupResult, "the result of a fit")
         one = result.group() if isinstance(result, Result) else result
         return cls(one.algorithm, one.plan, one.state, one.num_clients, one.uplink)
 
@@ -86,6 +110,9 @@ class JoinPlan:
     In each of these rounds, `existing_clients` of the others train too. The new client's local
     part starts as every client's did ("initial"), or as the mean of all trained ones ("average").
     The mean is better, but every trained client has to upload its local part for it once.
+
+    >>> JoinPlan(epochs=5, rounds=2, existing_clients=3).start
+    'initial'
     """
 
     epochs: int = count_field(20, minimum=0, maximum=MAX_EPOCHS)
@@ -95,8 +122,7 @@ class JoinPlan:
 
     def __post_init__(self) -> None:
         require_counts("join: ", self)
-        if self.start not in ("initial", "average"):
-            raise InputError(f"join: start is '{self.start}'; it must be 'initial' or 'average'")
+        require_choice("join: start", self.start, ("initial", "average"))
 
 
 class JoinResult(NamedTuple):
@@ -127,8 +153,26 @@ def join(
     """Let one new client join with its labelled examples.
 
     `existing_data` are the training data of the existing clients, if any train in its rounds.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, local="1.bias", optimizer=glocal.SGD(lr=0.1))
+    >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> federation = glocal.TrainedFederation.from_result(result)
+    >>> new_client = glocal.Examples(dataset.test.x[:20], dataset.test.y[:20])
+    >>> glocal.join(federation, new_client).client
+    10
     """
-    join_plan = join_plan or JoinPlan()
+    join_plan = JoinPlan() if join_plan is None else join_plan
+    _require_federation(trained_federation)
+    require_instance("join: join_plan", join_plan, JoinPlan, "a glocal.JoinPlan")
+    require_instance("join: existing_data", existing_data, ClientData | None, "a glocal.ClientData")
+    require_instance("join: engine", engine, str | EngineConfig, "a name or a glocal.EngineConfig")
+    require_instance("join: train", train, Examples, "a glocal.Examples")
+    train = read_examples(tuple(train) if train.has_targets else train.x, "the new client")
     if not train.num_rows:
         raise InputError(
             "join: the client has no labelled example, so it cannot train; use the ensemble instead"
@@ -156,6 +200,17 @@ def join(
     plan, state = trained_federation.plan, trained_federation.state
     joining = Joining(plan, client_data, state, trained_federation.uplink)
     return join_many(algorithm, [joining], join_plan, engine=engine)[0]
+
+
+def _require_federation(federation: TrainedFederation) -> None:
+    """Refuse what `TrainedFederation.from_result` does not give."""
+    expected = "TrainedFederation.from_result(result)"
+    require_instance("join: trained_federation", federation, TrainedFederation, expected)
+    require_algorithm("join: the federation's algorithm", federation.algorithm)
+    require_instance("join: the federation's plan", federation.plan, Plan, "a glocal.Plan")
+    require_instance("join: the federation's state", federation.state, GroupState, expected)
+    require_count("join: the federation's clients", federation.clients, 0, MAX_CLIENTS)
+    require_codec(federation.uplink)
 
 
 def _require_inputs_and_targets(task: Task, train: Examples) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from glocal.core.bounds import MAX_EXAMPLES, require_count
-from glocal.core.errors import InputError, describe_value, suggest_name
+from glocal.core.checks import require_choice
+from glocal.core.errors import InputError
 from glocal.core.trees import Params
 
 WEIGHTINGS = ("examples", "clients")
@@ -50,11 +51,7 @@ class Mean:
     is_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.by not in WEIGHTINGS:
-            raise InputError(
-                f"aggregation: by is {describe_value(self.by)}; "
-                f"{suggest_name(str(self.by), WEIGHTINGS)}"
-            )
+        require_choice("aggregation: by", self.by, WEIGHTINGS)
         if self.max_weight is None:
             return
         require_count("aggregation: max_weight", self.max_weight, 1, MAX_EXAMPLES)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from glocal.core import random
+from glocal.core.checks import require_choice, require_flag, require_number
 from glocal.core.errors import InputError, describe_value
 from glocal.core.trees import Params
 from glocal.wire.schema import Schema, empty_message, schema_of
@@ -72,7 +73,7 @@ class Clip(Identity):
     norm: float
 
     def __post_init__(self) -> None:
-        _require_positive("clip", "norm", self.norm)
+        require_number("codec: the norm of Clip", self.norm, lambda norm: norm > 0, "above 0")
 
     def encode(self, message: Params, memory: Params, key: Tensor) -> tuple[Params, Params]:
         """The message, scaled."""
@@ -94,13 +95,18 @@ class Noise(Identity):
     2018): the server sees noisy messages only. Whole numbers cannot be noised, so their change is
     not sent. The simulator draws by address, so that runs repeat. A real client must draw numbers
     that nobody can predict: `entropy` takes the machine's.
+
+    >>> sent, _ = Noise(0.1).encode({"w": torch.zeros(1000)}, {}, torch.tensor(0))
+    >>> 0.09 < float(sent["w"].std()) < 0.11
+    True
     """
 
     std: float
     entropy: bool = False
 
     def __post_init__(self) -> None:
-        _require_positive("noise", "std", self.std)
+        require_number("codec: the std of Noise", self.std, lambda std: std > 0, "above 0")
+        require_flag("codec: the entropy of Noise", self.entropy)
 
     def encode(self, message: Params, memory: Params, key: Tensor) -> tuple[Params, Params]:
         """The message plus noise."""
@@ -117,17 +123,19 @@ class Noise(Identity):
 
 @dataclass(frozen=True)
 class Half:
-    """Sends numbers with 16 bits: "fp16" or "bf16"."""
+    """Sends numbers with 16 bits: "fp16" or "bf16".
+
+    >>> sent, _ = Half("bf16").encode({"w": torch.tensor([1.0, 2.0])}, {}, torch.tensor(0))
+    >>> sent["w"].dtype
+    torch.bfloat16
+    """
 
     name: str = "fp16"
 
     keeps_form: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.name not in DTYPES:
-            raise InputError(
-                f"codec: {describe_value(self.name)} was given; 'fp16' or 'bf16' was expected"
-            )
+        require_choice("codec: the name of Half", self.name, DTYPES)
 
     def init(self, like: Params) -> Params:
         """Nothing to remember."""
@@ -241,11 +249,3 @@ def _entropy_normal(key: Tensor, shape: Sequence[int]) -> Tensor:
     seed = int.from_bytes(os.urandom(8), "little", signed=True)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator).to(key.device)
-
-
-def _require_positive(codec: str, name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
-        raise InputError(
-            f"codec: {codec} has {name} = {describe_value(value)}; a number above 0 was expected"
-        )

@@ -36,6 +36,10 @@ class Ledger:
     The other columns are the honest count. Only sampled clients receive, the ensemble needs the
     local parts alone, and evaluation traffic is included. Bytes are those of the encoded payloads.
     `metrics` has what clients send besides parameters; it is no part of the total.
+
+    >>> import torch
+    >>> Ledger().add_evaluation({"w": torch.zeros(10)}, num_clients=3).total
+    Traffic(parameters=30, bytes=120)
     """
 
     download: Traffic = Traffic()

@@ -20,6 +20,11 @@ class TopK:
     What is left out is added to the next message (error feedback, Stich et al. 2018), so it is
     private state of the client. Indices are coded by their gaps: about 1 byte each where 1 % is
     sent, instead of 4.
+
+    >>> codec, message = TopK(0.5), {"w": torch.tensor([1.0, -4.0, 2.0, 0.5])}
+    >>> sent, memory = codec.encode(message, codec.init(message), torch.tensor(0))
+    >>> codec.decode(sent, message)["w"].tolist(), memory["w"].tolist()
+    ([0.0, -4.0, 2.0, 0.0], [1.0, 0.0, 0.0, 0.5])
     """
 
     share: float

@@ -4,6 +4,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 
+from glocal.core.checks import require_instance, require_number
 from glocal.core.errors import InputError
 from glocal.wire import Ledger
 
@@ -14,17 +15,23 @@ _MAX_AMOUNT = 1e24
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on bytes sent, on seconds, or on both; None means no limit."""
+    """A limit on bytes sent, on seconds, or on both; None means no limit.
+
+    >>> Budget(bytes=10**6).seconds is None
+    True
+    """
 
     bytes: int | None = None
     seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (("bytes", self.bytes), ("seconds", self.seconds)):
-            if limit is not None and not 0 < limit < _MAX_AMOUNT:
-                raise InputError(
-                    f"advise: a budget of {limit:g} {name} is not valid; "
-                    f"it must be above 0 and below {_MAX_AMOUNT:.0e}"
+            if limit is not None:
+                require_number(
+                    f"advise: the budget in {name}",
+                    limit,
+                    lambda amount: 0 < amount < _MAX_AMOUNT,
+                    f"above 0 and below {_MAX_AMOUNT:.0e}",
                 )
 
     @classmethod
@@ -34,6 +41,7 @@ class Budget:
         >>> Budget.parse("20 MB"), Budget.parse("1.5 min")
         (Budget(bytes=20000000, seconds=None), Budget(bytes=None, seconds=90.0))
         """
+        require_instance("advise: the budget", text, str, "a text such as '20 MB' or '60 s'")
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
         if match:
             amount, unit = min(float(match[1]), _MAX_AMOUNT), match[2]

@@ -9,13 +9,21 @@ import numpy as np
 from torch import nn
 
 from glocal.algorithms import FedAvg, LocalOnly
-from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.contract import Algorithm, require_algorithm
 from glocal.core import trees
+from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, require_count
+from glocal.core.checks import (
+    require_choice,
+    require_instance,
+    require_items,
+    require_number,
+)
 from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.metric import Metric
 from glocal.core.model_tensors import canonical_names
+from glocal.core.one_line import one_line
 from glocal.core.sampling import IntArray, Plan, client_key, make_rng, to_batches
 from glocal.core.split import layer_names
 from glocal.core.store import GroupState, PerClient, TrainingState
@@ -73,6 +81,9 @@ class AdvisorConfig:
     shares most is chosen: a short training shows what local parts gain, but not yet what joint
     training gains. If it is "bytes", a split that sends at most half as much as the best is
     chosen, and among several the one with the least predicted error.
+
+    >>> AdvisorConfig(prefer="bytes", budget=Budget.parse("20 MB")).budget.bytes
+    20000000
     """
 
     num_clients: int = 24
@@ -84,6 +95,13 @@ class AdvisorConfig:
     budget: Budget = Budget()
 
     def __post_init__(self) -> None:
+        for name in ("num_clients", "max_candidates"):
+            require_count(f"advise: {name}", getattr(self, name), 0, MAX_CLIENTS)
+        require_items("advise: stages", self.stages, int, "a tuple of numbers of rounds")
+        for rounds in self.stages:
+            require_count("advise: the rounds of a stage", rounds, 0, MAX_ROUNDS)
+        require_choice("advise: prefer", self.prefer, PREFERENCES)
+        require_instance("advise: budget", self.budget, Budget, "a glocal.Budget")
         has_rounds = bool(self.stages) and min(self.stages) >= 1
         has_clients = self.num_clients >= _MIN_CLIENTS
         if not has_rounds or not has_clients or self.max_candidates < _HALVES:
@@ -92,15 +110,15 @@ class AdvisorConfig:
                 f"{self.max_candidates} splits were asked for; at least {_MIN_CLIENTS} clients, "
                 f"one stage of one round and {_HALVES} splits are needed"
             )
-        if self.prefer not in PREFERENCES:
-            raise InputError(
-                f"advise: prefer is '{self.prefer}'; it must be {' or '.join(PREFERENCES)}"
-            )
-        if not 0 < self.holdout_fraction < 1 or not self.tolerance >= 0:
-            raise InputError(
-                f"advise: holdout_fraction is {self.holdout_fraction} and tolerance "
-                f"{self.tolerance}; a fraction and a difference were expected"
-            )
+        require_number(
+            "advise: holdout_fraction",
+            self.holdout_fraction,
+            lambda share: 0 < share < 1,
+            "above 0 and below 1",
+        )
+        require_number(
+            "advise: tolerance", self.tolerance, lambda share: share >= 0, "of at least 0"
+        )
 
 
 class CandidateResult(NamedTuple):
@@ -132,6 +150,17 @@ class Advice:
     """The recommended split, the reasons, the uncertainty, and the cost of the advice.
 
     Candidates were compared by `metric`.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.shards(10, 2))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> plan = glocal.Plan(rounds=2, clients_per_round=3)
+    >>> advice = glocal.advise(algorithm, data, plan)
+    >>> len(advice.choice.shared) + len(advice.choice.local), advice.metric.name
+    (1, 'accuracy')
     """
 
     metric: Metric
@@ -147,6 +176,9 @@ class Advice:
     finished: bool
     cost: Cost
     seconds: float
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def as_dict(self) -> Json:
         """For JSON, without the seconds: the same inputs give the same bytes."""
@@ -230,8 +262,25 @@ def advise(
 
     Only models, shared parts of models, and metrics leave a client: no examples, labels or class
     counts do.
+
+    >>> import torch, glocal
+    >>> dataset = glocal.load_dataset("digits")
+    >>> data = glocal.FederatedData.partition(dataset, glocal.iid(10))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> task = glocal.classification(model)
+    >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> plan = glocal.Plan(rounds=2, clients_per_round=3)
+    >>> config = glocal.AdvisorConfig(num_clients=4, stages=(1,))
+    >>> len(glocal.advise(algorithm, data, plan, config=config).participants)
+    4
     """
-    config, options = config or AdvisorConfig(), options or Options()
+    config = AdvisorConfig() if config is None else config
+    options = Options() if options is None else options
+    require_algorithm("advise: algorithm", algorithm)
+    require_instance("advise: plan", plan, Plan, "a glocal.Plan")
+    require_instance("advise: config", config, AdvisorConfig, "a glocal.AdvisorConfig")
+    require_instance("advise: options", options, Options, "a glocal.Options")
+    require_instance("advise: log", log, Callable, "a function of a text")
     if type(algorithm) is not FedAvg or algorithm.split.local:
         raise InputError(
             f"advise: {algorithm!r} was given; begin with FedAvg, which shares everything"
