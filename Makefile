@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo quick test slow papers check lint wheel bench clean
+.PHONY: demo quick test slow papers mutants check lint wheel bench clean
 
 demo: $(READY)
 	$(BIN)/glocal demo
@@ -23,6 +23,10 @@ slow: $(READY)
 papers: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow" papers/liang2020/tests papers/liang2020/src
 	$(BIN)/python papers/liang2020/short_runs.py
+
+# faults in the round, the wire and aggregation, one at a time: each must fail its test
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 check: lint test
 

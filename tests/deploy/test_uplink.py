@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Error, Message
 
 from glocal.core.errors import InputError
-from glocal.core.files import read_rows, read_tensors
+from glocal.core.files import read_json, read_rows, read_tensors
 from glocal.core.trees import same_bits
 from glocal.deploy.client import RunClient
 from glocal.deploy.flower.records import from_record
@@ -138,6 +138,41 @@ def test_a_scale_that_is_not_a_number_is_named(tmp_path):
     server = run_here(folder, deployed.InProcessGrid(folder, replaced(change)))
     rows = read_rows(server.folder / "rows.jsonl")
     assert rows[1]["dropped"] == {"client-2": "wire: '6.bias#scale' holds NaN or infinity"}
+
+
+ROBUST = ["median", "trimmed_mean(1)", "krum(1)", "multi_krum(1)", "geometric_median"]
+ROBUST += ["centred_clipping(0.1)", "mean(examples, 9)"]
+
+
+@pytest.mark.parametrize("word", ROBUST)
+def test_every_aggregation_goes_on_without_an_upload_that_is_not_finite(word, tmp_path):
+    """As in the simulator without that client, to the bits."""
+    folder = deployed.project(tmp_path / "here", plan=f'aggregation = "{word}"')
+    nan = bytes.fromhex("0000c07f")
+    change = replaced(lambda blob: nan + blob[4:])
+    server = run_here(folder, deployed.InProcessGrid(folder, change))
+    rows = read_rows(server.folder / "rows.jsonl")
+    assert [row["dropped"] for row in rows] == [
+        {},
+        {"client-2": "wire: '4.bias' holds NaN or infinity"},
+        {},
+    ]
+    assert distance(server.shared, with_availability(folder, {1: [2]}).shared) == 0
+
+
+def test_a_round_with_too_few_replies_for_an_aggregation_fails_the_run_in_one_line(tmp_path):
+    folder = deployed.project(tmp_path / "here", plan='aggregation = "trimmed_mean(1)"')
+
+    def tamper(client, message, reply):
+        if any(during(1, broken)(client, message) for broken in (1, 2)):
+            reply.content.config_records["tree"]["blob"] = b""
+        return reply
+
+    with pytest.raises(InputError, match=r"^aggregation: trimmed_mean\(1\) .* there are 2;"):
+        run_here(folder, deployed.InProcessGrid(folder, tamper))
+    live = read_json(folder / "runs/first/live.json", dict)
+    assert live["state"] == "failed"
+    assert "at least 3 clients" in live["reason"]
 
 
 def test_every_payload_is_decoded_once(tmp_path, monkeypatch):

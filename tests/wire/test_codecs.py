@@ -333,6 +333,13 @@ def test_the_largest_numbers_are_exact(codec, levels):
         torch.testing.assert_close(received["w"][:3], update["w"][:3])
 
 
+def test_no_number_is_rounded_above_the_largest_level():
+    """By an error of the division and the sum, about one in a million would be."""
+    update = {"w": torch.full((4_000_000,), 0.7)}
+    _, received = sent_and_received(Int8(), update)
+    assert float((received["w"] - update["w"]).abs().max()) < 1e-6
+
+
 @by_level
 def test_the_rounding_of_two_tensors_and_two_keys_differs(codec, levels):
     half = torch.full((400,), 0.5 / levels)

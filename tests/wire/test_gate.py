@@ -10,6 +10,7 @@ from glocal.federate.rounds import build_executors, client_step, run_round
 from glocal.wire import (
     Identity,
     Int8,
+    Noise,
     TensorForm,
     TopK,
     Wire,
@@ -117,6 +118,14 @@ def test_the_payload_is_declared_and_has_the_size_that_is_counted():
     assert wire.scalars == 3 + 1 + 4
     payload, _ = wire.encode(MESSAGE, {}, torch.tensor(3))
     assert len(pack(payload)) == 8 + 3 + 4 + 4 + 4
+
+
+def test_what_a_codec_draws_is_apart_from_what_a_client_draws():
+    """Both have the key of the client's round."""
+    codec, key = Noise(1.0), torch.tensor(3)
+    alone, _ = codec.encode(MESSAGE, {}, key)
+    payload, _ = wire_of(codec).encode(MESSAGE, {}, key)
+    assert not torch.equal(payload["w"], alone["w"])
 
 
 def test_an_upload_that_was_not_declared_is_not_encoded():

@@ -131,6 +131,13 @@ def test_nothing_trimmed_is_the_mean_and_all_but_the_middle_the_median():
     assert np.allclose(row_of(TrimmedMean(4), rows), row_of(Median(), rows))
 
 
+@pytest.mark.parametrize(
+    ("trim", "clients", "count"), [(0.29, 100, 29), (0.1, 19, 1), (0.1, 9, 0), (2, 100, 2)]
+)
+def test_a_share_is_rounded_down_and_not_by_an_error_of_the_product(trim, clients, count):
+    assert TrimmedMean(trim).count(clients) == count
+
+
 def krum_by_hand(rows, byzantine):
     """The scores of Krum: squared distances to the nearest clients - byzantine - 1 others."""
     scores = []
@@ -147,6 +154,12 @@ def test_krum_takes_the_message_nearest_to_most_others(seed, clients):
     best = krum_by_hand(rows, 1)
     assert np.array_equal(row_of(Krum(1), rows), rows[best[0]])
     np.testing.assert_allclose(row_of(MultiKrum(1), rows), rows[best[: clients - 1]].mean(0))
+
+
+def test_no_digits_are_lost_where_all_messages_are_far_from_zero():
+    rows = np.random.default_rng(0).normal(size=(9, 11)) + 1e9
+    [best, *_] = krum_by_hand(rows, 1)
+    assert np.array_equal(row_of(Krum(1), rows), rows[best])
 
 
 def test_of_clients_with_the_same_score_the_first_is_taken():
