@@ -53,7 +53,7 @@ class AdaptOnly(Algorithm):
         return self.of.predict(params, x, mask)
 
 
-class OnDevice(AdaptOnly):
+class AdaptReceived(AdaptOnly):
     """The same where there is no shared tree: what the client was sent takes its place."""
 
     def init(self, params: Params) -> State:

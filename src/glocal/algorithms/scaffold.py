@@ -59,10 +59,8 @@ class Scaffold(FedAvg):
         local, own = _split(_OWN, private)
         objective = self.objective.plus_linear(trees.subtract(control, own))
         update = self.train(objective, model, local, work)
-        lr = self.optimizer.lr_at(work.round_index.double())
-        delta = {}
-        for name in own:
-            delta[name] = -control[name] - update.upload[name] / (work.num_steps * lr)
+        way = work.num_steps * self.optimizer.lr_at(work.round_index.double())
+        delta = {name: -control[name] - update.upload[name] / way for name in own}
         return update._replace(
             upload={**update.upload, **trees.with_prefix(_CONTROL, delta)},
             private={**update.private, **trees.with_prefix(_OWN, trees.add(own, delta))},

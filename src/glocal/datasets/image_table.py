@@ -189,7 +189,12 @@ def _matches_source(table: Array, read: ReadFile, names: Sequence[str]) -> bool:
 def _file_stamps(source: Path, names: Sequence[str]) -> list[tuple[int, int]]:
     """Size and time of every file read; a folder's own do not change with its pictures."""
     paths = [source / name for name in names] if source.is_dir() else [source]
-    return [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, paths)]
+    return list(map(_stamp, paths))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _decode(source: Path, names: Sequence[str], size: int, path: Path) -> Array:

@@ -225,8 +225,8 @@ def _easy_vqa_questions(
 
 def _easy_vqa_rows(files: Mapping[str, Path], part: str) -> list[tuple[str, str, int]]:
     """Question, answer and number of the picture, counted within the part."""
-    raw = lzma.decompress(files[f"{part}_questions.json.xz"].read_bytes())
-    rows: list[tuple[str, str, int]] = json.loads(raw)
+    packed = files[f"{part}_questions.json.xz"].read_bytes()
+    rows: list[tuple[str, str, int]] = json.loads(lzma.decompress(packed))
     return rows
 
 

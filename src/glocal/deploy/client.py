@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glocal.algorithms.adapt_only import OnDevice
+from glocal.algorithms.adapt_only import AdaptReceived
 from glocal.algorithms.contract import Algorithm, Message
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
@@ -195,7 +195,7 @@ class RunClient:
         """What `join` does for a new client: fit the private part alone, and upload nothing."""
         received, number, setup = self._read(message), self.settings.number, self.setup
         state = GroupState(received, PerClient(setup.private))
-        algorithm = OnDevice.to(self.algorithm)
+        algorithm = AdaptReceived.to(self.algorithm)
         federation = TrainedFederation(algorithm, self._plan, state, number, setup.codec)
         join_plan = JoinPlan(epochs=instructions.adapt_epochs)
         train = self.data().train.of(0)
