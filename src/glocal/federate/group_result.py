@@ -230,6 +230,7 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
     >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     >>> task = glocal.classification(model)
     >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     settings = {"rounds": 1, "clients_per_round": 2, "progress": False}
     ...     result = glocal.fit(algorithm, data, folder=folder, **settings)

@@ -248,6 +248,7 @@ def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> 
     >>> task = glocal.classification(model)
     >>> algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
     >>> result = glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)
+    >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     again = glocal.load(result.save(folder), algorithm)
     >>> again.local_test == result.local_test
