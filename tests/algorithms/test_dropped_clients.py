@@ -42,7 +42,7 @@ by_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 
 
 def breaking(kind, keys, value, where):
-    """An algorithm whose clients with these keys break, in their upload or their loss."""
+    """An algorithm whose clients with these keys break, in one number of their upload or loss."""
 
     class Breaking(kind):
         def client_update(self, message, private, work):
@@ -53,7 +53,9 @@ def breaking(kind, keys, value, where):
                 total = torch.where(is_broken, value, loss.total)
                 return update._replace(metrics={"loss": WeightedSum(total, loss.weight)})
             first, *_ = update.upload
-            tensor = torch.where(is_broken, value, update.upload[first])
+            tensor = update.upload[first]
+            is_first = torch.arange(tensor.numel()).reshape(tensor.shape) == 0
+            tensor = torch.where(is_broken & is_first, value, tensor)
             return update._replace(upload={**update.upload, first: tensor})
 
     return Breaking

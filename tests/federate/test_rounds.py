@@ -107,7 +107,7 @@ class FirstOnly(glocal.FedAvg):
     """The server takes the first client's upload as it is, and keeps it."""
 
     def server_update(self, shared, server, uploads):
-        first = trees.row(uploads.messages, 0)
+        first = {name: tensor[0] for name, tensor in uploads.messages.items()}
         self.received.append(uploads.messages)
         return first, {"kept": first["0.weight"]}
 
@@ -132,6 +132,18 @@ def test_a_mean_that_was_not_declared_is_refused():
     assert trees.same_bits(collect_mean(replica, state, mean, examples, 0).shared, state.shared)
     with pytest.raises(WireError, match=r"unexpected \['more'\]"):
         collect_mean(replica, state, {**mean, "more": torch.zeros(1)}, examples, 0)
+
+
+def test_a_client_does_not_train_on_a_message_that_was_not_declared(monkeypatch):
+    algorithm = world.algorithm("fedavg", world.seeded(world.plain))
+    train = world.federation().train
+    replica, state = world.set_up(algorithm, train, PLAN)
+    step = client_step(algorithm, replica.groups[0].wire)
+    trained = []
+    monkeypatch.setattr(type(algorithm), "client_update", lambda *given: trained.append(given))
+    with pytest.raises(WireError, match=r"unexpected \['more'\]"):
+        step({**state.shared, "more": torch.zeros(1)}, {}, world.work_of(train, 0))
+    assert not trained
 
 
 def test_a_client_sees_no_memory_of_its_codec():

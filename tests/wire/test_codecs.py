@@ -333,6 +333,13 @@ def test_the_largest_numbers_are_exact(codec, levels):
         torch.testing.assert_close(received["w"][:3], update["w"][:3])
 
 
+def test_the_levels_of_zeros_are_zeros():
+    """And not what a machine makes of 0 / 0."""
+    zeros = {"w": torch.zeros(4)}
+    assert sent_and_received(Int8(), zeros)[0]["w#int8"].tolist() == [0, 0, 0, 0]
+    assert sent_and_received(Int4(), zeros)[0]["w#int4"].tolist() == [0x88, 0x88]
+
+
 def test_no_number_is_rounded_above_the_largest_level():
     """By an error of the division and the sum, about one in a million would be."""
     update = {"w": torch.full((4_000_000,), 0.7)}
