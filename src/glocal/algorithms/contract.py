@@ -44,7 +44,8 @@ class State(NamedTuple):
     server: Params = {}  # noqa: RUF012
     profile: Params = {}  # noqa: RUF012
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 class Update(NamedTuple):
@@ -61,7 +62,8 @@ class Update(NamedTuple):
     private: Params
     metrics: dict[str, WeightedSum]
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class Uploads:
     mean: Message | None = None
     counted: Tensor | None = None
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def num_sampled(self) -> int | Tensor:

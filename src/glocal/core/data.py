@@ -47,7 +47,8 @@ class Examples(NamedTuple):
     y: Values
     group: Tensor | None = None
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +106,8 @@ class ClientData:
     rows: tuple[Rows, ...]
     names: tuple[str, ...] = ()
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def num_clients(self) -> int:

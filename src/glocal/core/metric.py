@@ -45,7 +45,8 @@ class Metric:
     higher_is_better: bool = True
     is_fraction: bool = False
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         """Refuse a name with spaces, and anything but one function."""

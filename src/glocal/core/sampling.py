@@ -27,6 +27,7 @@ from glocal.core.errors import InputError
 from glocal.core.one_line import one_line
 
 IntArray = npt.NDArray[np.int64]
+_SEVERAL = (list, tuple, range, set, frozenset, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Availability(NamedTuple):
     always: IntArray
     dropouts: IntArray
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @classmethod
     def of(
@@ -92,8 +94,7 @@ class Availability(NamedTuple):
 
 
 def _require_client_numbers(name: str, clients: Sequence[int]) -> None:
-    several = list | tuple | range | set | frozenset | np.ndarray
-    require_instance(f"availability: {name}", clients, several, "a list of clients' numbers")
+    require_instance(f"availability: {name}", clients, _SEVERAL, "a list of clients' numbers")
     for client in clients:
         require_count(f"availability: a client in {name}", client, 0, MAX_CLIENTS)
     if len({*clients}) != len(clients):

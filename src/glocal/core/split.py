@@ -37,7 +37,8 @@ class Split:
     local: frozenset[str]
     shared: frozenset[str]
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         for side in ("local", "shared"):
@@ -200,11 +201,12 @@ def _select_sides(
 
 
 def _select(selector: Selector, named: Params, frozen: Params) -> frozenset[str]:
-    is_one = isinstance(selector, str) or callable(selector)
-    if not is_one and not isinstance(selector, list | tuple | set | frozenset):
+    if isinstance(selector, str) or callable(selector):
+        selector = [selector]
+    if not isinstance(selector, list | tuple | set | frozenset):
         _refuse_term(selector)
     names: set[str] = set()
-    for term in [selector] if is_one else selector:  # type: ignore[union-attr]
+    for term in selector:
         names.update(_matching_names(term, named, frozen))
     return frozenset(names)
 

@@ -44,7 +44,8 @@ class WeightedSum(NamedTuple):
     total: Tensor
     weight: Tensor
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def mean(self) -> Tensor:
@@ -77,7 +78,8 @@ class Work(NamedTuple):
     full_steps: int = 0
     trainer: "LocalTrainer | None" = None
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @classmethod
     def of(
@@ -177,7 +179,8 @@ class Objective(NamedTuple):
     proximal: tuple[Proximal, ...] = ()
     linear: Params = {}  # noqa: RUF012  (never changed)
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def value(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """The loss plus all proximal terms (), and the buffers after the step."""

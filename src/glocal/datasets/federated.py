@@ -46,7 +46,8 @@ class FederatedData:
     test: ClientData
     unlabeled: ClientData | None = None
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         for part in ("train", "val", "test"):

@@ -64,7 +64,8 @@ class Group:
     params: tuple[Params, ...] = ()
     spent: tuple[Ledger, ...] = ()
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         require_algorithm("group: algorithm", self.algorithm)
@@ -118,7 +119,8 @@ class Phase:
     availability: Availability
     data: tuple[tuple[FederatedData, ...], ...] = ()
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         require_count("phase: first_round", self.first_round, 0, MAX_ROUNDS)
@@ -190,7 +192,8 @@ class Experiment:
     pretraining: Pretraining | None = None
     about: Json = field(default_factory=dict)
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def __post_init__(self) -> None:
         _require_types(self)

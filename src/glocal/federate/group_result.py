@@ -63,7 +63,8 @@ class GroupResult:
     uplink: Codec = Identity()
     extras: Json = field(default_factory=dict)
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def seed(self) -> int:

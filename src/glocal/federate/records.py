@@ -51,7 +51,8 @@ class RoundRecord:
     subgroups: Json | None = None
     seconds: float = 0.0
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def as_row(self) -> Json:
         """For JSON lines, without the seconds: a resumed run has the same bytes."""

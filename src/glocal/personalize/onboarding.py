@@ -75,7 +75,8 @@ class TrainedFederation(NamedTuple):
     clients: int
     uplink: Codec = Identity()
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     @property
     def task(self) -> Task:

@@ -177,7 +177,8 @@ class Advice:
     cost: Cost
     seconds: float
 
-    __repr__ = one_line
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def as_dict(self) -> Json:
         """For JSON, without the seconds: the same inputs give the same bytes."""
