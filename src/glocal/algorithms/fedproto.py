@@ -12,7 +12,8 @@ from torch import Tensor
 
 from glocal.algorithms.contract import Algorithm, Message, State, Update, Uploads, require_numbers
 from glocal.core import trees
-from glocal.core.training import Batch, Objective, Work, batches, local_train, masked_mean
+from glocal.core.masked_mean import masked_mean
+from glocal.core.training import Batch, Objective, Work, batches, local_train
 from glocal.core.trees import Params
 from glocal.core.values import Values
 from glocal.wire.aggregation import Aggregation, Mean

@@ -17,7 +17,8 @@ from glocal.algorithms.clusters import (
 )
 from glocal.algorithms.contract import Algorithm, Message, State, Update, Uploads, change
 from glocal.core import trees
-from glocal.core.training import Batch, WeightedSum, Work, batches, local_train, masked_mean
+from glocal.core.masked_mean import masked_mean
+from glocal.core.training import Batch, WeightedSum, Work, batches, local_train
 from glocal.core.trees import Params
 
 _CHOICE = "choice"

@@ -13,6 +13,7 @@ from glocal.core.bounds import require_count
 from glocal.core.checks import require_choice, require_flag, require_instance, require_number
 from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.losses import IGNORED, Loss, PerExampleLoss, per_example_loss
+from glocal.core.masked_mean import require_by_row
 from glocal.core.metric import Metric
 from glocal.core.metric_library import MetricLike, find_metric
 from glocal.core.model_tensors import require_model
@@ -32,7 +33,6 @@ from glocal.core.training import (
     Augment,
     ModelLoss,
     Objective,
-    require_by_row,
     require_trainable_names,
     with_augmentation,
 )

@@ -12,9 +12,10 @@ from glocal.algorithms.contract import Algorithm
 from glocal.core.checks import require_instance, require_items, require_number
 from glocal.core.data import ClientData
 from glocal.core.errors import InputError
+from glocal.core.masked_mean import masked_mean
 from glocal.core.sampling import to_batches
 from glocal.core.store import GroupState
-from glocal.core.training import WeightedSum, Work, batches, masked_mean, sum_losses
+from glocal.core.training import WeightedSum, Work, batches, sum_losses
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData, require_data
 from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine

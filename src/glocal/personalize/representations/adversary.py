@@ -15,8 +15,9 @@ from torch.nn import functional
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.losses import PerExampleLoss
+from glocal.core.masked_mean import masked_mean
 from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features
-from glocal.core.training import Batch, LossFn, ModelLoss, Objective, masked_mean
+from glocal.core.training import Batch, LossFn, ModelLoss, Objective
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary
 

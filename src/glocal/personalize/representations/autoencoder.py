@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from glocal.core import trees
+from glocal.core.masked_mean import masked_mean
 from glocal.core.modules import Forward, ForwardWithFeatures
-from glocal.core.training import Batch, masked_mean
+from glocal.core.training import Batch
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from glocal.core import trees
 from glocal.core.losses import per_example_cross_entropy
+from glocal.core.masked_mean import masked_mean
 from glocal.core.modules import Forward, ForwardWithFeatures
-from glocal.core.training import Batch, masked_mean
+from glocal.core.training import Batch
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary
 

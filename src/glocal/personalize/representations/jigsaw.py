@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from glocal.core import random, trees
 from glocal.core.errors import InputError
+from glocal.core.masked_mean import masked_mean
 from glocal.core.modules import Forward, ForwardWithFeatures
-from glocal.core.training import Batch, masked_mean
+from glocal.core.training import Batch
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary
 
