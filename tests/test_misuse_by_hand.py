@@ -434,7 +434,7 @@ RESULTS = {
     "a budget without a unit": (lambda _: glocal.Budget.parse("20"), "'20'"),
 }
 
-CASES = {**MODELS, **TASKS, **DATA, **SETTINGS, **RESULTS}
+MISTAKES = {**MODELS, **TASKS, **DATA, **SETTINGS, **RESULTS}
 
 
 @pytest.fixture(autouse=True)
@@ -445,12 +445,12 @@ def no_compiler(monkeypatch):
 
 def test_there_are_at_least_sixty_and_no_words_are_used_twice():
     tables = (MODELS, TASKS, DATA, SETTINGS, RESULTS)
-    assert len(CASES) == sum(map(len, tables)) >= 60
+    assert len(MISTAKES) == sum(map(len, tables)) >= 60
 
 
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_refused_in_one_line_that_names_it(words, tmp_path):
-    call, named = CASES[words]
+    call, named = MISTAKES[words]
     with misuse.time_limit(), pytest.raises(glocal.InputError) as refused:
         call(tmp_path)
     message = str(refused.value)
