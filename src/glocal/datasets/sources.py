@@ -33,8 +33,7 @@ def load_dataset(name: str, *, report: ProgressCallback = no_progress) -> Datase
     >>> load_dataset("digits").train.x.shape
     torch.Size([1347, 1, 8, 8])
     """
-    require_instance("data: the name of a data set", name, str, "a text")
-    require_instance("data: report", report, Callable, "a function (file, bytes, all)")
+    _require_name_and_report(name, report)
     dataset = load_any(name, report=report)
     if isinstance(dataset, Texts):
         raise InputError(
@@ -42,6 +41,11 @@ def load_dataset(name: str, *, report: ProgressCallback = no_progress) -> Datase
             "use load_texts"
         )
     return dataset
+
+
+def _require_name_and_report(name: object, report: object) -> None:
+    require_instance("data: the name of a data set", name, str, "a text")
+    require_instance("data: report", report, Callable, "a function (file, bytes, all)")
 
 
 def load_texts(name: str, *, report: ProgressCallback = no_progress) -> Texts:
