@@ -81,5 +81,5 @@ def test_the_model_that_is_tested_is_the_one_that_was_trained(tmp_path):
 
 def test_a_second_model_is_refused():
     algorithm = glocal.FedAvg(task(), optimizer=glocal.SGD(lr=0.1))
-    with pytest.raises(InputError, match=r"^fit: data is a Sequential .*FederatedData was"):
+    with pytest.raises(InputError, match=r"^fit: data is a Sequential .*a FederatedData, such as"):
         glocal.fit(algorithm, world.seeded(with_tanh), rounds=2, clients_per_round=2)

@@ -12,9 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from glocal.core.bounds import MAX_CLIENTS, require_count
+from glocal.core.checks import require_number
 from glocal.core.errors import InputError, describe_value
 from glocal.core.trees import Params
 from glocal.wire.aggregation import as_real
+
+_MAX_ITERATIONS = 1_000
 
 
 class _Robust:
@@ -103,7 +107,7 @@ class Krum(_Robust):
     byzantine: int
 
     def __post_init__(self) -> None:
-        _require_whole("krum", "byzantine", self.byzantine, 0)
+        require_count("aggregation: byzantine", self.byzantine, 0, MAX_CLIENTS)
 
     def reduce(self, messages: Params, weights: Tensor) -> Params:
         """The message with the lowest score."""
@@ -123,7 +127,7 @@ class MultiKrum(_Robust):
     byzantine: int
 
     def __post_init__(self) -> None:
-        _require_whole("multi_krum", "byzantine", self.byzantine, 0)
+        require_count("aggregation: byzantine", self.byzantine, 0, MAX_CLIENTS)
 
     def reduce(self, messages: Params, weights: Tensor) -> Params:
         """The mean of the messages with the lowest scores."""
@@ -139,14 +143,18 @@ class GeometricMedian(_Robust):
 
     It is approached by Weiszfeld's `iterations`, which begin where nothing changes: a mean by the
     inverse of the distances, none of which counts as less than `smoothing`.
+
+    >>> rows = {"w": torch.tensor([[0.0], [1.0], [50.0]])}
+    >>> round(float(GeometricMedian(iterations=50).reduce(rows, torch.ones(3))["w"]), 1)
+    1.0
     """
 
     iterations: int = 10
     smoothing: float = 1e-6
 
     def __post_init__(self) -> None:
-        _require_whole("geometric_median", "iterations", self.iterations, 1)
-        _require_positive("geometric_median", "smoothing", self.smoothing)
+        require_count("aggregation: iterations", self.iterations, 1, _MAX_ITERATIONS)
+        _require_positive("smoothing", self.smoothing)
 
     def reduce(self, messages: Params, weights: Tensor) -> Params:
         """The point after the last iteration."""
@@ -166,14 +174,18 @@ class CentredClipping(_Robust):
     The centre begins where nothing changes. In each of `iterations` it moves by the mean of the
     differences to it, none of which is longer than `radius`: so far can one client move it, divided
     by the number of clients.
+
+    >>> rows = {"w": torch.tensor([[1.0], [1.0], [40.0]])}
+    >>> CentredClipping(radius=4.0).reduce(rows, torch.ones(3))
+    {'w': tensor([2.])}
     """
 
     radius: float
     iterations: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive("centred_clipping", "radius", self.radius)
-        _require_whole("centred_clipping", "iterations", self.iterations, 1)
+        _require_positive("radius", self.radius)
+        require_count("aggregation: iterations", self.iterations, 1, _MAX_ITERATIONS)
 
     def reduce(self, messages: Params, weights: Tensor) -> Params:
         """The centre after the last iteration."""
@@ -251,21 +263,8 @@ def _require_majority(rule: str, byzantine: int, weights: Tensor) -> None:
         )
 
 
-def _require_whole(rule: str, name: str, value: object, minimum: int) -> None:
-    if not _is_whole(value) or value < minimum:  # type: ignore[operator]
-        raise InputError(
-            f"aggregation: {rule} has {name} = {describe_value(value)}; "
-            f"a whole number of at least {minimum} was expected"
-        )
-
-
-def _require_positive(rule: str, name: str, value: object) -> None:
-    is_number = isinstance(value, float) or _is_whole(value)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
-        raise InputError(
-            f"aggregation: {rule} has {name} = {describe_value(value)}; "
-            "a number above 0 was expected"
-        )
+def _require_positive(name: str, value: object) -> None:
+    require_number(f"aggregation: {name}", value, lambda number: number > 0, "above 0")
 
 
 def _is_whole(value: object) -> bool:
