@@ -146,35 +146,24 @@ class ImageChannel(nn.Module):
         return torch.tanh(self.fc(self.resnet(self.pictures(numbers))))
 
 
-class Lstm(nn.Module):
-    """Two layers as in `nn.LSTM`, with its names, that can be batched over clients.
+def last_states(lstm: nn.LSTM, words: Tensor, real: Tensor) -> Tensor:
+    """The last hidden and cell states of all layers (rows, 2 * layers * hidden).
 
-    Padding does not change the states.
+    `words` are vectors (rows, length, width). Where `real` (rows, length) is false, there is
+    padding, which does not change the states.
     """
+    x, hidden_states, cells = words, [], []
+    for layer in range(lstm.num_layers):
+        weight_ih, weight_hh, bias_ih, bias_hh = _layer_params(lstm, layer)
+        x, cell = lstm_scan(x @ weight_ih.T + (bias_ih + bias_hh), weight_hh, real)
+        hidden_states.append(x[:, -1])
+        cells.append(cell)
+    return torch.cat([*hidden_states, *cells], 1)
 
-    def __init__(self, inputs: int, hidden: int, layers: int = 2) -> None:
-        super().__init__()
-        self.hidden, self.layers = hidden, layers
-        for name, tensor in nn.LSTM(inputs, hidden, layers).named_parameters():
-            self.register_parameter(name, tensor)
 
-    def forward(self, words: Tensor, real: Tensor) -> Tensor:
-        """The last hidden and cell states of all layers (rows, 2 * layers * hidden).
-
-        `words` are vectors (rows, length, width). Where `real` (rows, length) is false, there is
-        padding.
-        """
-        x, hidden_states, cells = words, [], []
-        for layer in range(self.layers):
-            weight_ih, weight_hh, bias_ih, bias_hh = self._layer_params(layer)
-            x, cell = lstm_scan(x @ weight_ih.T + (bias_ih + bias_hh), weight_hh, real)
-            hidden_states.append(x[:, -1])
-            cells.append(cell)
-        return torch.cat([*hidden_states, *cells], 1)
-
-    def _layer_params(self, layer: int) -> list[Tensor]:
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        return [getattr(self, f"{name}_l{layer}") for name in names]
+def _layer_params(lstm: nn.LSTM, layer: int) -> list[Tensor]:
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    return [getattr(lstm, f"{name}_l{layer}") for name in names]
 
 
 class QuestionChannel(nn.Module):
@@ -183,12 +172,12 @@ class QuestionChannel(nn.Module):
     def __init__(self, words: int, sizes: Sizes) -> None:
         super().__init__()
         self.words = nn.Embedding(words, sizes.word)
-        self.lstm = Lstm(sizes.word, sizes.lstm)
+        self.lstm = nn.LSTM(sizes.word, sizes.lstm, 2)
         self.fc = nn.Linear(4 * sizes.lstm, sizes.common)
 
     def forward(self, words: Tensor) -> Tensor:
         """Vectors with values between -1 and 1."""
-        states = self.lstm(torch.tanh(self.words(words)), words > 0)
+        states = last_states(self.lstm, torch.tanh(self.words(words)), words > 0)
         return torch.tanh(self.fc(torch.tanh(states)))
 
 
