@@ -292,6 +292,10 @@ DATA = {
 }
 
 SETTINGS = {
+    "a local part where everything is local": (
+        lambda _: glocal.LocalOnly(task(), optimizer=glocal.SGD(lr=0.1), local="0"),
+        "everything is local",
+    ),
     "an optimizer of torch's": (
         lambda _: glocal.FedAvg(task(), optimizer=torch.optim.SGD(model().parameters(), lr=0.1)),
         "functools.partial",

@@ -34,6 +34,7 @@ from glocal.personalize.onboarding import (
     train_alone,
 )
 from glocal.studies.join_trial import JoinTrialSettings
+from glocal.studies.new_client import read_inputs
 from tests.support import world
 from tests.support.command_line import complaint, run
 
@@ -514,6 +515,14 @@ def test_a_client_with_one_class_and_one_example_joins(saved, tmp_path):
     assert written["rows"][-2]["figure"] == 1.0
 
 
+@pytest.mark.parametrize("own", [torch.float32, torch.float64])
+def test_inputs_of_any_precision_become_the_federations(own, tmp_path):
+    for given in (np.float32, np.float64):
+        np.savez(tmp_path / "new.npz", x=np.full((3, 2), 0.1, dtype=given))
+        inputs, _ = read_inputs(str(tmp_path / "new.npz"), like=torch.zeros(1, 2, dtype=own))
+        assert inputs.dtype == own
+
+
 WRONG = {
     "shape": (
         {"x": np.zeros((60, 1, 28, 28), dtype=np.float32)},
@@ -526,7 +535,7 @@ WRONG = {
     "words": ({"x": np.full((60, 1, 8, 8), "a")}, "x cannot be read as numbers"),
     "fractions": (
         {"y": np.full(60, 0.5)},
-        "y is torch.float32; class numbers 0..9 as whole numbers",
+        "y is torch.float64; class numbers 0..9 as whole numbers",
     ),
     "half a test": ({"x_test": np.zeros((2, 1, 8, 8), dtype=np.float32)}, "x_test with y_test"),
     "nothing": (

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from glocal.algorithms.contract import State
 from glocal.algorithms.fedavg import FedAvg
+from glocal.core.errors import InputError, describe_value
 from glocal.core.split import Split
 from glocal.core.trees import Params
 
@@ -20,6 +21,14 @@ class LocalOnly(FedAvg):
     """
 
     word: ClassVar[str] = "local_only"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local is not None:
+            raise InputError(
+                f"{self.name}: local is {describe_value(self.local)}, and everything is local; "
+                "leave it out"
+            )
 
     @cached_property
     def split(self) -> Split:

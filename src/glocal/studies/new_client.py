@@ -49,7 +49,7 @@ def read_new_client(address: str, *, task: Task, like: Examples, seed: int) -> N
     tensors = {name: _as_tensor(name, array) for name, array in arrays.items() if array is not None}
     for name in ("x", "x_test"):
         if name in tensors:
-            _require_inputs(name, tensors[name], inputs)
+            tensors[name] = _as_inputs(name, tensors[name], inputs)
     if task.make_targets is not None and "y" not in tensors:
         tensors["y"] = require_tensor(task.make_targets(tensors["x"]), "join: targets")
     classes = count_classes(task, like)
@@ -68,7 +68,7 @@ def read_inputs(address: str, *, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Inputs to predict, and their labels if there are any, from FILE.npz or "module:function"."""
     arrays = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
     tensors = {name: _as_tensor(name, array) for name, array in arrays.items() if array is not None}
-    _require_inputs("x", tensors["x"], like)
+    tensors["x"] = _as_inputs("x", tensors["x"], like)
     if not len(tensors["x"]):
         raise InputError(f"data: {address} holds no inputs; give at least one")
     if "y" in tensors and tensors["y"].shape != tensors["x"].shape[:1]:
@@ -129,21 +129,20 @@ def _by_name(arrays: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _as_tensor(name: str, array: Any) -> Tensor:
-    """Numbers of any byte order and layout; float64 becomes float32."""
+    """Numbers of any byte order and layout."""
     try:
         native = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array)
-        tensor = torch.from_numpy(
-            np.ascontiguousarray(native, dtype=native.dtype.newbyteorder("="))
-        )
+        return torch.from_numpy(np.ascontiguousarray(native, dtype=native.dtype.newbyteorder("=")))
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"data: {name} cannot be read as numbers ({describe_error(error)}); give one array"
         ) from error
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def _require_inputs(name: str, inputs: Tensor, like: Tensor) -> None:
-    """Refuse inputs that the federation's model does not take."""
+def _as_inputs(name: str, inputs: Tensor, like: Tensor) -> Tensor:
+    """Inputs in the precision of the federation's own; others than these are refused."""
+    if inputs.is_floating_point() and like.is_floating_point():
+        inputs = inputs.to(like.dtype)
     if (
         inputs.dim() != like.dim()
         or inputs.shape[1:] != like.shape[1:]
@@ -157,6 +156,7 @@ def _require_inputs(name: str, inputs: Tensor, like: Tensor) -> None:
         )
     if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
         raise InputError(f"data: {name} holds NaN or infinity; clean or drop those examples")
+    return inputs
 
 
 def _checked(
