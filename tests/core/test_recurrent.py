@@ -142,7 +142,7 @@ def train(model, engine):
 
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True}])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("engine", ["vmapped", "workers"])
+@pytest.mark.parametrize("engine", ["vmapped", pytest.param("workers", marks=pytest.mark.slow)])
 def test_a_federation_trains_them_batched_as_one_by_one(kind, settings, engine):
     model = world.seeded(lambda: Text(kind, **settings))
     with warnings.catch_warnings():

@@ -63,7 +63,10 @@ def some_rounds(run, count):
 
 
 @pytest.mark.parametrize("name", world.NAMES)
-@pytest.mark.parametrize("stop_after", [1, 3, 4])
+@pytest.mark.parametrize(
+    "stop_after",
+    [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, stop_after, tmp_path):
     whole = fitted(name, folder=tmp_path / "whole")
     some_rounds(Run(experiment(name), folder=tmp_path / "broken", options=OFTEN), stop_after)

@@ -1,10 +1,7 @@
 """Groups of clients, with their own networks and inputs and one shared part, keep every promise."""
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +26,6 @@ from glocal.federate.rounds import (
 from glocal.wire import WireError
 from tests.support import world
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAN = glocal.Plan(rounds=5, clients_per_round=4, batch_size=5)
 SGD = glocal.SGD(lr=0.1, momentum=0.5)
 OFTEN = glocal.Options(device="cpu", engine="vmapped", checkpoint_every=3)
@@ -547,21 +543,3 @@ def test_the_first_group_of_a_warm_start_is_plain_fedavg():
         progress=False,
     )
     assert trees.same_bits(warm([own], plan)[0].params[0], plain.group().state.shared)
-
-
-@pytest.mark.parametrize(
-    ("example", "settings"),
-    [
-        ("groups_mnist.py", ["--source", "digits", "--clients", "2"]),
-        ("groups_tabular.py", ["--partitions", "1"]),
-    ],
-)
-def test_an_example_runs(example, settings, tmp_path):
-    rounds = ["--warm", "2", "--rounds", "2", "--engine", "vmapped"]
-    command = [sys.executable, str(EXAMPLES / example), *settings, *rounds]
-    process = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
-    )
-    table = [line.split() for line in process.stdout.splitlines() if "%" in line]
-    assert len(table) == 3
-    assert all(row[0] and row[-1] == "MB" for row in table)

@@ -125,7 +125,7 @@ def cache_other_plan(folder, monkeypatch, plan):
 
 
 @pytest.mark.parametrize("fit", [plain_run, run_with_groups, run_with_a_phase, pretrained_run])
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize("stop", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_stop_before_the_first_checkpoint_changes_no_engine(
     fit, stop, tmp_path, monkeypatch, caplog
 ):
@@ -213,7 +213,7 @@ def half_frozen():
 
 
 @pytest.mark.parametrize("engine", ["looped", "vmapped", "workers"])
-@pytest.mark.parametrize("name", ["fedavg", "lg_fedavg"])
+@pytest.mark.parametrize("name", [pytest.param("fedavg", marks=pytest.mark.slow), "lg_fedavg"])
 def test_frozen_layers_and_batches_of_one_give_the_same_bits_after_a_stop(name, engine, tmp_path):
     """Products of one row round differently where a weight does not begin at a cache line."""
     model = world.seeded(half_frozen)

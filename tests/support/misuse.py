@@ -295,7 +295,7 @@ def correct(outputs, targets):
 def algorithm_row(kind):
     """One pattern for all: a task, an optimizer, and a local part where there is one."""
     arguments = {"task": task(), "optimizer": sgd()}
-    if "local" in inspect.signature(kind).parameters:
+    if "local" in inspect.signature(kind).parameters and kind is not glocal.LocalOnly:
         arguments["local"] = "0"
     return Row(kind, arguments, train)
 
