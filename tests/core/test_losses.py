@@ -223,3 +223,27 @@ def test_a_loss_with_weights_of_its_own_is_refused():
 
     with pytest.raises(InputError, match="Scaled has parameters of its own"):
         algorithm(Scaled())
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), functional.l1_loss, nn.HuberLoss()], ids=repr)
+def test_shapes_that_torch_would_broadcast_are_refused(loss):
+    """Outputs (rows, 1) and targets (rows,): torch warns, and compares each row with all others."""
+    clients = [(torch.randn(9, 4), torch.randn(9)) for _ in range(3)]
+    task = glocal.Task(nn.Linear(4, 1), loss)
+    with pytest.raises(InputError, match=r"^loss: an example has outputs \(1,\) .* equal shapes"):
+        trained(task, clients)
+    trained(glocal.regression(nn.Linear(4, 1)), clients)  # which squeezes
+
+
+def test_a_loss_that_takes_something_else_is_refused_with_what_it_was_given():
+    clients = [(torch.randn(9, 4), torch.randn(9, 2)) for _ in range(3)]
+    with pytest.raises(
+        InputError, match=r"^loss: GaussianNLLLoss.* fails on outputs \(2,\) float32"
+    ):
+        trained(glocal.Task(nn.Linear(4, 2), nn.GaussianNLLLoss()), clients)
+
+
+def trained(task, clients):
+    algorithm = glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+    data = glocal.FederatedData.from_tensors(clients)
+    return glocal.fit(algorithm, data, rounds=1, clients_per_round=2, progress=False)

@@ -203,6 +203,14 @@ def test_a_float64_model_trains_in_float64_on_numbers_of_any_type(engine):
         assert result.local_test == pytest.approx(expected.local_test, abs=1e-12)
 
 
+def test_without_any_test_data_a_figure_is_undefined():
+    clients = [(torch.randn(1, 4), torch.tensor([number % 2])) for number in range(5)]
+    algorithm = glocal.FedAvg(glocal.classification(nn.Linear(4, 2)), optimizer=glocal.SGD(lr=0.1))
+    result = glocal.fit(algorithm, glocal.FederatedData.from_tensors(clients), **PLAN)
+    assert result.local_test is None
+    assert repr(result) == "Result(FedAvg: 5 clients, 1 seed; accuracy undefined)"
+
+
 def test_names_of_metrics_are_those_that_a_table_is_asked_for():
     result = glocal.fit(regression(), numbers(), **PLAN)
     assert result.metrics.mean("mae") != result.metrics.mean("rmse")

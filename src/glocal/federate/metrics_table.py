@@ -70,7 +70,8 @@ class MetricsTable(Sequence[MetricRow]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the metrics."""
-        return tuple(dict.fromkeys(row.metric for row in self.rows))
+        declared = [metric.name for metric in self.metrics]
+        return tuple(dict.fromkeys([*declared, *(row.metric for row in self.rows)]))
 
     def where(self, **columns: Any) -> "MetricsTable":
         """The rows with these values: `where(split="test", client="ulm")`, for example."""

@@ -1,5 +1,7 @@
 """Whether a task and its data fit each other: outputs, targets and metrics, tried on examples."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from glocal.core.errors import InputError, describe_error, describe_value
 from glocal.core.losses import WeightedCrossEntropy, ignored_index, per_example_cross_entropy
 from glocal.core.metric import Metric
 from glocal.core.modules import params_of
-from glocal.core.task import Task
+from glocal.core.task import Task, describe_loss
 from glocal.core.training import Batch
 from glocal.core.values import Values, describe_form, map_tensors, num_rows, take_rows
 from glocal.datasets.federated import FederatedData
@@ -92,6 +94,7 @@ def try_metrics(task: Task, examples: Examples) -> None:
     cpu = some.to(torch.device("cpu"))
     outputs = _predict(task, cpu.x)
     mask = torch.ones(cpu.num_rows, dtype=torch.bool)
+    _try_loss(task, outputs, cpu.y)
     for metric in task.all_metrics:
         try:
             _try_metric(metric, outputs, Batch(cpu.x, cpu.y, cpu.group, mask, mask))
@@ -101,6 +104,30 @@ def try_metrics(task: Task, examples: Examples) -> None:
             raise InputError(
                 f"metric: {metric.name} fails on outputs {describe_form(outputs)} and targets "
                 f"{describe_form(cpu.y)} ({describe_error(error)}); choose or write another one"
+            ) from error
+
+
+def _try_loss(task: Task, outputs: Tensor, targets: Values) -> None:
+    """Refuse outputs and targets that the loss does not take, or that torch's would broadcast.
+
+    Where shapes are broadcast, each row meets all the others.
+    """
+    forms = f"outputs {describe_form(outputs)} and targets {describe_form(targets)}"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Using a target size", UserWarning)
+        try:
+            task.per_example(outputs, targets)
+        except UserWarning as error:
+            raise InputError(
+                f"loss: an example has {forms}; equal shapes were expected: take away an axis of "
+                "the outputs with forward=, or give the targets one"
+            ) from error
+        except InputError:
+            raise
+        except Exception as error:  # a user's own function may raise anything
+            raise InputError(
+                f"loss: {describe_loss(task.loss)} fails on {forms} ({describe_error(error)}); "
+                "choose or write another one"
             ) from error
 
 
