@@ -20,7 +20,7 @@ from glocal.studies.findings import read_findings
 from glocal.studies.run import plans_of
 from glocal.studies.study_parts import run_parts, write_study
 from liang2020.mood import MOOD, SHARES
-from liang2020.mood_model import BiLstm, mood_lstm
+from liang2020.mood_model import last_states, mood_lstm, one_direction
 from tests.support import world
 from tests.support.diaries import SECRET, diary
 
@@ -43,14 +43,12 @@ def sentences(lengths, length=9, seed=0):
 
 def test_the_lstm_is_that_of_torch():
     torch.manual_seed(0)
-    theirs, ours = (
-        nn.LSTM(5, 7, bidirectional=True, batch_first=True).double(),
-        BiLstm(5, 7).double(),
-    )
-    for side, suffix in ((ours.forwards, ""), (ours.backwards, "_reverse")):
-        side.of_input.data = getattr(theirs, f"weight_ih_l0{suffix}").data.clone()
-        side.of_state.data = getattr(theirs, f"weight_hh_l0{suffix}").data.clone()
-        side.bias.data = (
+    theirs = nn.LSTM(5, 7, bidirectional=True, batch_first=True).double()
+    ours = [one_direction(5, 7).double() for _ in range(2)]
+    for side, suffix in zip(ours, ("", "_reverse"), strict=True):
+        side.weight_ih_l0.data = getattr(theirs, f"weight_ih_l0{suffix}").data.clone()
+        side.weight_hh_l0.data = getattr(theirs, f"weight_hh_l0{suffix}").data.clone()
+        side.gate_bias.data = (
             getattr(theirs, f"bias_ih_l0{suffix}") + getattr(theirs, f"bias_hh_l0{suffix}")
         ).data.clone()
     lengths = torch.tensor([6, 1, 4])
@@ -60,8 +58,9 @@ def test_the_lstm_is_that_of_torch():
     real = torch.arange(6) >= 6 - lengths[:, None]
     for row, text in enumerate(texts):
         both[0, row, 6 - len(text) :], both[1, row, 6 - len(text) :] = text, text.flip(0)
-    assert torch.allclose(ours(both, real), torch.cat([last[0], last[1]], -1), atol=1e-9)
-    gradient = torch.autograd.grad(ours(both, real).square().sum(), ours.forwards.of_state)[0]
+    states = last_states(ours, both, real)
+    assert torch.allclose(states, torch.cat([last[0], last[1]], -1), atol=1e-9)
+    gradient = torch.autograd.grad(states.square().sum(), ours[0].weight_hh_l0)[0]
     expected = torch.autograd.grad(
         torch.cat([last[0], last[1]], -1).square().sum(), theirs.weight_hh_l0
     )[0]

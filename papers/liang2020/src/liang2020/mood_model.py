@@ -5,6 +5,7 @@ Liang et al. 2020, appendix C.3. Both directions of the LSTM run in one scan;
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from math import sqrt
 
 import torch
@@ -34,42 +35,35 @@ class WordVectors(nn.Module):
         return torch.cat([self.first(words), self.second(words)], -1)
 
 
-class Direction(nn.Module):
-    """The weights of one direction, from inputs and state to the gates i, f, g, o; one bias."""
-
-    def __init__(self, inputs: int, units: int) -> None:
-        super().__init__()
-        self.of_input = nn.Parameter(torch.empty(4 * units, inputs))
-        self.of_state = nn.Parameter(torch.empty(4 * units, units))
-        self.bias = nn.Parameter(torch.empty(4 * units))
-        for weight in self.parameters():
-            nn.init.uniform_(weight, -1 / sqrt(units), 1 / sqrt(units))  # as torch's own
+def one_direction(inputs: int, units: int) -> nn.LSTM:
+    """torch's LSTM with one bias of the gates i, f, g, o, where torch has two that are summed."""
+    lstm = nn.LSTM(inputs, units, bias=False, device="meta").to_empty(device="cpu")
+    lstm.register_parameter("gate_bias", nn.Parameter(torch.empty(4 * units)))
+    for weight in lstm.parameters():
+        nn.init.uniform_(weight, -1 / sqrt(units), 1 / sqrt(units))  # as torch's own
+    return lstm
 
 
-class BiLstm(nn.Module):
-    """The last states of reading a text forwards and backwards, as from a packed `nn.LSTM`."""
+def last_states(directions: Iterable[nn.Module], x: Tensor, real: Tensor) -> Tensor:
+    """The last states of reading texts forwards and backwards, as from a packed `nn.LSTM`.
 
-    def __init__(self, inputs: int, units: int) -> None:
-        super().__init__()
-        self.forwards = Direction(inputs, units)
-        self.backwards = Direction(inputs, units)
+    From vectors (2, rows, words, inputs) in both reading orders, to states (rows, 2 units). Padding
+    comes first; `real` (rows, words) is false there.
+    """
+    names = ("weight_ih_l0", "weight_hh_l0", "gate_bias")
+    own = list(directions)
+    of_input, of_state, bias = (_stacked(own, name) for name in names)
+    two, rows, words, _ = x.shape
+    from_words = x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]
+    from_words = from_words.reshape(two, rows, words, -1)
+    # the padding before a text leaves the state at zero
+    states, _ = lstm_scan(from_words, of_state, real.expand(two, rows, words))
+    return torch.cat([states[0, :, -1], states[1, :, -1]], -1)
 
-    def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        """Vectors (2, rows, words, inputs) in both reading orders, to states (rows, 2 units).
 
-        Padding comes first; `real` (rows, words) is false there.
-        """
-        of_input, of_state, bias = map(self._both, ("of_input", "of_state", "bias"))
-        two, rows, words, _ = x.shape
-        from_words = x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]
-        from_words = from_words.reshape(two, rows, words, -1)
-        # the padding before a text leaves the state at zero
-        states, _ = lstm_scan(from_words, of_state, real.expand(two, rows, words))
-        return torch.cat([states[0, :, -1], states[1, :, -1]], -1)
-
-    def _both(self, name: str) -> Tensor:
-        """A weight of both directions, stacked."""
-        return torch.stack([getattr(self.forwards, name), getattr(self.backwards, name)])
+def _stacked(directions: Iterable[nn.Module], name: str) -> Tensor:
+    """A weight of both directions."""
+    return torch.stack([getattr(direction, name) for direction in directions])
 
 
 class MoodLstm(nn.Module):
@@ -81,7 +75,9 @@ class MoodLstm(nn.Module):
         super().__init__()
         self.words = WordVectors(vocabulary, width)
         self.blank = make_dropout(dropout)
-        self.lstm = BiLstm(width, units)
+        self.lstm = nn.ModuleDict()
+        for name in ("forwards", "backwards"):
+            self.lstm[name] = one_direction(width, units)
         sizes = (2 * units, *HIDDEN)
         parts: list[tuple[str, nn.Module]] = []
         for number, (before, after) in enumerate(zip(sizes, HIDDEN, strict=False), start=1):
@@ -98,7 +94,7 @@ class MoodLstm(nn.Module):
         real = from_start >= 0
         forwards = x.gather(1, from_start.clamp(min=0))
         vectors = self.blank(self.words(torch.stack([forwards, x.flip(1)])))
-        logits: Tensor = self.head(self.lstm(vectors, real))
+        logits: Tensor = self.head(last_states(self.lstm.values(), vectors, real))
         return logits
 
 
