@@ -225,7 +225,9 @@ def test_a_loss_with_weights_of_its_own_is_refused():
         algorithm(Scaled())
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(), functional.l1_loss, nn.HuberLoss()], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), functional.l1_loss, nn.HuberLoss()], ids=["mse", "l1", "huber"]
+)
 def test_shapes_that_torch_would_broadcast_are_refused(loss):
     """Outputs (rows, 1) and targets (rows,): torch warns, and compares each row with all others."""
     clients = [(torch.randn(9, 4), torch.randn(9)) for _ in range(3)]
