@@ -94,8 +94,9 @@ def try_metrics(task: Task, examples: Examples) -> None:
     cpu = some.to(torch.device("cpu"))
     outputs = _predict(task, cpu.x)
     mask = torch.ones(cpu.num_rows, dtype=torch.bool)
-    _try_loss(task, outputs, cpu.y)
     for metric in task.all_metrics:
+        if metric.name == "loss":  # its own check says more
+            _try_loss(task, outputs, cpu.y)
         try:
             _try_metric(metric, outputs, Batch(cpu.x, cpu.y, cpu.group, mask, mask))
         except InputError:
@@ -105,6 +106,7 @@ def try_metrics(task: Task, examples: Examples) -> None:
                 f"metric: {metric.name} fails on outputs {describe_form(outputs)} and targets "
                 f"{describe_form(cpu.y)} ({describe_error(error)}); choose or write another one"
             ) from error
+    _try_loss(task, outputs, cpu.y)
 
 
 def _try_loss(task: Task, outputs: Tensor, targets: Values) -> None:
