@@ -16,8 +16,6 @@ from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import world
 
-pytestmark = pytest.mark.quick
-
 REFUSED = r"loss: .*one value per example"
 PLAN = {"rounds": 1, "clients_per_round": 2, "batch_size": 4}
 

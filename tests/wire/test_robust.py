@@ -25,8 +25,6 @@ from glocal.wire import (
     require_enough_clients,
 )
 
-pytestmark = pytest.mark.quick
-
 RULES = [
     Median(),
     TrimmedMean(2),
