@@ -14,10 +14,24 @@ from glocal.wire.codec import name_address
 MEMBERSHIP = "membership"
 
 
-def require_clusters(algorithm: Algorithm, clusters: object) -> None:
-    """Refuse a number of clusters that is not a count, and a spread below 0."""
-    require_count(f"{algorithm.name}: clusters", clusters, 1, MAX_CLUSTERS)
-    require_numbers(algorithm, "spread")
+class Clustered(Algorithm):
+    """An algorithm whose shared tree has a model for each of several clusters.
+
+    They start from the task's model, the first one as it is, the others with noise of `spread`
+    times the standard deviation of each tensor.
+    """
+
+    clusters: int = 2
+    spread: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count(f"{self.name}: clusters", self.clusters, 1, MAX_CLUSTERS)
+        require_numbers(self, "spread")
+
+    def start_models(self, params: Params) -> Params:
+        """The model of every cluster (clusters, ...)."""
+        return perturbed_copies(params, self.task.trainable, self.clusters, self.spread)
 
 
 def perturbed_copies(params: Params, names: Iterable[str], clusters: int, spread: float) -> Params:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from glocal.algorithms.clusters import (
+    Clustered,
     add_mean_of_members,
     of_cluster,
     one_hot,
-    perturbed_copies,
-    require_clusters,
 )
 from glocal.algorithms.contract import (
-    Algorithm,
     Message,
     State,
     Update,
@@ -31,7 +29,7 @@ from glocal.core.trees import Params
 _CLUSTER, _OWN = "cluster", "own/"
 
 
-class FeSEM(Algorithm):
+class FeSEM(Clustered):
     """Xie et al. 2021: a client is sent the centre that is nearest to its last model.
 
     A client predicts with its last model. The `clusters` start from the task's model, the first one
@@ -43,16 +41,9 @@ class FeSEM(Algorithm):
     2
     """
 
-    clusters: int = 2
-    spread: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_clusters(self, self.clusters)
-
     def init(self, params: Params) -> State:
         """The server knows no client's cluster yet: a profile of zeros."""
-        centres = perturbed_copies(params, self.task.trainable, self.clusters, self.spread)
+        centres = self.start_models(params)
         nowhere = torch.zeros_like(one_hot(torch.tensor(0), centres))
         return State(centres, trees.with_prefix(_OWN, params), profile={_CLUSTER: nowhere})
 

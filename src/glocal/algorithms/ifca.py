@@ -9,13 +9,12 @@ from torch import Tensor
 
 from glocal.algorithms.clusters import (
     MEMBERSHIP,
+    Clustered,
     add_mean_of_members,
     of_cluster,
     one_hot,
-    perturbed_copies,
-    require_clusters,
 )
-from glocal.algorithms.contract import Algorithm, Message, State, Update, Uploads, change
+from glocal.algorithms.contract import Message, State, Update, Uploads, change
 from glocal.core import trees
 from glocal.core.losses import masked_mean
 from glocal.core.training import Batch, WeightedSum, Work, batches, local_train
@@ -24,7 +23,7 @@ from glocal.core.trees import Params
 _CHOICE = "choice"
 
 
-class IFCA(Algorithm):
+class IFCA(Clustered):
     """Ghosh et al. 2020: every client belongs to the cluster whose model fits it best.
 
     The models of all `clusters` start from the task's, the first one as it is, the others with
@@ -36,16 +35,9 @@ class IFCA(Algorithm):
     2
     """
 
-    clusters: int = 2
-    spread: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_clusters(self, self.clusters)
-
     def init(self, params: Params) -> State:
         """A model per cluster; a client has chosen none yet, which is -1."""
-        models = perturbed_copies(params, self.task.trainable, self.clusters, self.spread)
+        models = self.start_models(params)
         none = torch.tensor(-1, device=next(iter(models.values())).device)
         return State(models, {_CHOICE: none})
 

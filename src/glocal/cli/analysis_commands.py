@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from glocal.cli.options import Overrides, RunFolder, TorchDevice, command_line, overrides_of
+from glocal.cli.options import (
+    Experiment,
+    Overrides,
+    RunFolder,
+    RunSeed,
+    TorchDevice,
+    command_line,
+    overrides_of,
+)
 
 
 def join(
@@ -17,15 +25,8 @@ def join(
             "--data", help="The new client's examples: FILE.npz with x and y, or module:function."
         ),
     ],
-    experiment: Annotated[
-        str | None,
-        typer.Option(
-            help="An experiment of the run; by default the last with local and shared parts."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="A seed of the run; by default the first.")
-    ] = None,
+    experiment: Experiment = None,
+    seed: RunSeed = None,
     name: Annotated[str, typer.Option(help="The name of the new client.")] = "new_client",
     labels: Annotated[
         str, typer.Option(help="Numbers of labelled examples to try, and 'all'.")
@@ -79,15 +80,8 @@ def audit(
             help="A protected attribute of the data, such as sex; without names, a number."
         ),
     ],
-    experiment: Annotated[
-        str | None,
-        typer.Option(
-            help="An experiment of the run; by default the last with local and shared parts."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="A seed of the run; by default the first.")
-    ] = None,
+    experiment: Experiment = None,
+    seed: RunSeed = None,
     layer: Annotated[
         str | None,
         typer.Option(

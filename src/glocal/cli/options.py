@@ -25,6 +25,11 @@ Shared = Annotated[
 Frozen = Annotated[
     list[str] | None, typer.Option(help="What nobody trains or sends. May be repeated.")
 ]
+Experiment = Annotated[
+    str | None,
+    typer.Option(help="An experiment of the run; by default the last with local and shared parts."),
+]
+RunSeed = Annotated[int | None, typer.Option(help="A seed of the run; by default the first.")]
 EngineName = Annotated[
     str | None,
     typer.Option(

@@ -26,11 +26,11 @@ from glocal.deploy.flower.protocol import ClientResult, DataError, Instructions
 from glocal.deploy.private_state import NO_ROUND, PrivateState, PrivateStateFile
 from glocal.deploy.project import Project
 from glocal.deploy.settings import ClientSettings
-from glocal.deploy.setup import TrainingSetup, predicts_classes
+from glocal.deploy.setup import TrainingSetup
 from glocal.engines import ClientTask
 from glocal.engines.looped import LoopedEngine
 from glocal.evaluate import Evaluator, local_figures
-from glocal.federate.outputs import validate_task_data
+from glocal.federate.outputs import has_class_targets, validate_task_data
 from glocal.federate.preparation import prepare_algorithm, prepare_data
 from glocal.federate.rounds import Reply, client_order, client_step
 from glocal.personalize.onboarding import JoinPlan, TrainedFederation, join
@@ -262,7 +262,7 @@ class RunClient:
         with torch.no_grad():
             every_row = torch.ones(num_rows(inputs), dtype=torch.bool)
             outputs = algorithm.predict(algorithm.personal(model.shared, own), inputs, every_row)
-        return outputs.argmax(1) if predicts_classes(algorithm.task) else outputs
+        return outputs.argmax(1) if has_class_targets(algorithm.task) else outputs
 
     def measure(self, run: str, examples: Examples) -> dict[str, float | None]:
         """Each of the task's metrics of its own model on any examples."""

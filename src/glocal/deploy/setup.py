@@ -10,7 +10,6 @@ from glocal.algorithms.contract import Algorithm
 from glocal.core.bounds import MAX_EXAMPLES
 from glocal.core.errors import InputError
 from glocal.core.files import Json
-from glocal.core.losses import WeightedCrossEntropy, per_example_cross_entropy
 from glocal.core.model_tensors import base_fingerprint
 from glocal.core.spec import fingerprint, spec_of
 from glocal.core.store import TrainingState
@@ -118,12 +117,6 @@ def weighs_by_examples(aggregation: Aggregation) -> bool:
     """Whether weights are in proportion to examples, with no largest one: by trial."""
     one, two, most = aggregation.weights(_EXAMPLES).tolist()
     return bool(two == 2 * one and most == _MOST * one)
-
-
-def predicts_classes(task: Task) -> bool:
-    """Whether the model's outputs are scores of classes, along axis 1."""
-    loss = task.per_example
-    return loss is per_example_cross_entropy or isinstance(loss, WeightedCrossEntropy)
 
 
 def uplink_codec(uplink: Codec, privacy: PrivacySettings | None) -> Codec:
