@@ -92,6 +92,23 @@ def test_terminal_and_report_show_it_too(tmp_path, capsys):
     assert page.count("clients undefined") == 1
 
 
+def test_no_figure_is_cut_off_in_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    settings = {
+        "data": {"source": "tests.federate.test_metrics:two_classes"},
+        "model": {"hidden": [4]},
+        "task": {"metrics": ["loss"]},
+        "plan": {"rounds": 1, "clients_per_round": 2, "seeds": 3},
+        "experiments": {"an experiment with a long name": {"algorithm": "fedavg"}},
+    }
+    list(run_study(from_dict(settings), tmp_path))
+    folder = next((tmp_path / "experiments").iterdir())
+    print_table({"an experiment with a long name": read_json(folder / "result.json", list)})
+    shown = capsys.readouterr().out
+    assert "an experiment with a long name" in shown
+    assert "…" not in shown
+
+
 # ---- lower is better
 
 

@@ -40,7 +40,7 @@ def print_table(results: dict[str, list[Json]]) -> None:
         counted = f"{paper:.1e}".replace("e+", "e") if paper else "0"
         figures = [format_mean_std(column, metric) for column in (local, worst, new)]
         table.add_row(escape(name), *figures, format_bytes(sent), counted, str(never))
-    Console().print(table)
+    _print_unwrapped(table)
     for name, seeds in results.items():
         for phrase in undefined_metrics(seeds):
             print(f"{name}: {phrase}, left out of the mean")
